@@ -117,8 +117,15 @@ class AgentNode:
         """Submit what `job` has described since the last time."""
         while self.jobs:
             body = json.dumps(self.jobs.pop(0)).encode()
-            reply = AgentClient(self.root / "run" / "agent.sock").post("/v1/jobs", body)
+            reply = self.unix().post("/v1/jobs", body)
             assert reply.code == 201, reply
+
+    @property
+    def socket(self) -> Path:
+        return self.root / "run" / "agent.sock"
+
+    def unix(self) -> AgentClient:
+        return AgentClient(self.socket)
 
     @property
     def pid(self) -> int:

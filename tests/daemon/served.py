@@ -85,7 +85,7 @@ class Served:
         well, absent = HealthProbeResult(True, "well"), HealthProbeResult(False, "not in")
         self.pages = MonitoringPages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: well, lambda: absent)
         routes = self.front(ApiRoutes(self.service, self.pages), token, tls)
-        self.server = ApiServer(self.root / "run" / "agent.sock", http, routes, token, self.connection_s)
+        self.server = ApiServer(self.socket, http, routes, token, self.connection_s)
 
     @property
     def token_file(self) -> Path:
@@ -95,8 +95,12 @@ class Served:
     def address(self) -> tuple[str, int]:
         return self.server.address
 
+    @property
+    def socket(self) -> Path:
+        return self.root / "run" / "agent.sock"
+
     def unix(self) -> AgentClient:
-        return AgentClient(self.root / "run" / "agent.sock")
+        return AgentClient(self.socket)
 
     def tcp(self, token: str | None = TOKEN, ca: Path | None = None) -> AgentClient:
         return AgentClient(None, *self.address, token, None if ca is None else client_context(ca))

@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate import metrics
 from elasticd_daemon import metrics as specs
-from elasticd_daemon.api.client import AgentClient
 from elasticd_daemon.metrics import Labels, NodeMetrics, Samples
 from elasticd_daemon.records import JobResult
 from elasticd_daemon.runners.spec import RunnerExit
@@ -113,7 +112,7 @@ def test_failed_job_outlives_the_agent(node: MakeNode) -> None:
     n1 = node(slots=1)
     n1.job("toy", "ticking.py", "--fails", workers=1, max_restarts=0, env={"WORK": "/nowhere"})
     n1.start()
-    api = AgentClient(n1.root / "run" / "agent.sock")
+    api = n1.unix()
 
     def failed() -> list[str]:
         page = api.get("/metrics").body.decode()

@@ -7,7 +7,6 @@ import signal
 
 import pytest
 
-from elasticd_daemon.api.client import AgentClient
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, lives, until
 
@@ -34,7 +33,7 @@ def test_reload_is_atomic_and_names_changes_that_need_a_restart(node: MakeNode) 
     n1.job("second", "plain.py", COLD, "sleep", workers=1)
     n1.submit_jobs()
     outside = n1.job_table("outside", "plain.py", COLD, "sleep", workers=1, checkpoint_dir="/elsewhere")
-    reply = AgentClient(n1.root / "run" / "agent.sock").post("/v1/jobs", json.dumps(outside).encode())
+    reply = n1.unix().post("/v1/jobs", json.dumps(outside).encode())
     assert (reply.code, "'/elsewhere' is not below one of this node's [limits] directories" in reply.why) == (400, True)
     assert lives(n1.workers("second", 2)[0])
     assert n1.workers("first") == workers

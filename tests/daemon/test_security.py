@@ -158,7 +158,7 @@ def test_node_with_its_own_role_runs_jobs_and_submits_none(
     gpu.start()
     head.start()
     gpu.workers("one")
-    asked = AgentClient(gpu.root / "run" / "agent.sock")
+    asked = gpu.unix()
     reply = asked.post("/v1/jobs", b'command = ["x.py"]\nworkdir = "/tmp"\n', "application/toml")
     assert reply.code == 403, reply
     (head.work / "go").touch()
@@ -234,7 +234,7 @@ def test_two_nodes_with_tls_run_a_job_and_read_each_others_logs(
     n1.start()
     for one in (n1, n2):
         one.workers("both")
-    socket = AgentClient(n1.root / "run" / "agent.sock")
+    socket = n1.unix()
     address = {row["node"]: row["address"] for row in socket.get("/v1/nodes").document()["nodes"]}
     for rank in (0, 1):
         body = until(lambda rank=rank: socket.get(f"/v1/jobs/both/logs?rank={rank}").body, n1.diagnostics)
@@ -295,7 +295,7 @@ def shown(node: AgentNode, etcd: EtcdServers) -> dict[str, bytes]:
                 if path.is_file():
                     found[str(path)] = path.read_bytes()
     found["etcd"] = etcd.ctl("get", "--prefix", "/", user=f"root:{ROOT_PASSWORD}").encode()
-    client = AgentClient(node.root / "run" / "agent.sock")
+    client = node.unix()
     pages = [
         "/metrics",
         "/healthz",

@@ -12,7 +12,6 @@ import pytest
 
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_daemon import keys as names
-from elasticd_daemon.api.client import AgentClient
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, AgentNode, lives, until
 from tests.etcd import EtcdServers
@@ -39,7 +38,7 @@ def rounds(size: int, *nodes: AgentNode, after: int = 0) -> list[Event]:
 
 def rows(node: AgentNode) -> list[dict[str, Any]]:
     """What `elasticd nodes` shows there."""
-    found: list[dict[str, Any]] = AgentClient(node.root / "run" / "agent.sock").get("/v1/nodes").document()["nodes"]
+    found: list[dict[str, Any]] = node.unix().get("/v1/nodes").document()["nodes"]
     return found
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import elasticd_daemon
-from elasticd_daemon.api.client import AgentClient
 from elasticd_daemon.config.job_file import JobFile
 from tests.daemon.conftest import MakeNode
 from tests.daemon.health.test_directories import DeadMount, needs_root
@@ -98,7 +97,7 @@ def test_job_on_a_dead_file_system_stops_only_itself(node: MakeNode, tmp_path: P
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("there is no /dev/fuse")
     one = node("n1", slots=2)
-    api = AgentClient(one.root / "run" / "agent.sock")
+    api = one.unix()
     (tmp_path / "dead").mkdir()
     with closing(DeadMount(tmp_path / "dead")) as dead:
         stuck = {"workdir": str(dead.path / "work"), "checkpoint_dir": str(dead.path / "saved")}

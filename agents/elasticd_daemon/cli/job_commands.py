@@ -4,7 +4,7 @@ drain, open, dump, explain. Exit codes: 0 done, 1 the agent refuses or does not 
 Any agent answers for the whole cluster; the one on this machine is asked, by its socket, unless --agent names another.
 A command is one request, or polls: no agent keeps state for a client, and Ctrl-C ends nothing but the command. Only a
 submission is repeated, with the token of its first try, since a repeated one must not be a second job; whatever else
-got no answer can be asked again by whoever asked.
+got no answer can simply be asked again.
 
 Text that jobs and nodes have chosen (reasons, names, errors) reaches the terminal by `tables.visible` only.
 """

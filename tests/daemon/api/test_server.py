@@ -233,12 +233,12 @@ except OSError as error:
 """
 
     def requested(one: Served, uid: int, gid: int, *groups: int) -> str:
-        path = one.root / "run" / "agent.sock"
+        path = one.socket
         command = [sys.executable, "-c", script, str(path), *map(str, (uid, gid, *groups))]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
     def mode(one: Served) -> int:
-        return (one.root / "run" / "agent.sock").stat().st_mode & 0o777
+        return one.socket.stat().st_mode & 0o777
 
     assert [mode(one) for one in (closed, by_user, by_group)] == [0o600, 0o666, 0o660]
     assert requested(closed, nobody, nobody) == "Permission denied"
@@ -248,7 +248,7 @@ except OSError as error:
     assert requested(by_group, 12345, nobody) == "200"
     assert requested(by_group, 12345, 12345, 4, nobody) == "200", "a supplementary group counts, too"
     assert requested(by_group, 12345, 12345) == "Permission denied"
-    (closed.root / "run" / "agent.sock").chmod(0o666)
+    closed.socket.chmod(0o666)
     assert requested(closed, 12345, 12345) == "403", "whatever the file's mode, the kernel's word counts"
     assert lines.rows() == [("uid 12345", "denied", "GET /status", 403)] * 2
     for one in made:
@@ -382,7 +382,7 @@ def test_no_file_descriptor_leaks(serve: Serve, tmp_path: Path, until: Until) ->
             one.unix().get("/v1/jobs")
     one.close()
     assert one.server.close()
-    assert not (one.root / "run" / "agent.sock").exists()
+    assert not one.socket.exists()
     until(lambda: threading.active_count() == threads, DEADLINE)
     assert fds() == before
 
@@ -467,7 +467,7 @@ def test_listen_error_is_one_line_with_the_key(serve: Serve, tmp_path: Path) -> 
     free = tmp_path / "other.sock"
     (tmp_path / "file").write_text("")
     for where, options, answer in [
-        (one.root / "run" / "agent.sock", {}, "http.socket .*another agent listens there"),
+        (one.socket, {}, "http.socket .*another agent listens there"),
         (tmp_path / "file", {}, "http.socket .*not a socket"),
         (free, {"port": one.address[1]}, "http.port .*in use"),
         (free, {"bind": "203.0.113.7"}, "http.port .*203.0.113.7"),

@@ -33,10 +33,14 @@ def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "elasticd_agent", *argv]
 
 
-def environ(agent: str = "") -> dict[str, str]:
+def address(of: Served | AgentNode | str) -> str:
+    return of if isinstance(of, str) else f"unix:{of.socket}"
+
+
+def environ(of: Served | AgentNode | str) -> dict[str, str]:
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])
     mark = {key: value for key, value in os.environ.items() if key.startswith("ELASTICD_TEST")}
-    return {**ENVIRON, **mark, "PYTHONPATH": path, "TZ": "UTC", **({"ELASTICD_AGENT": agent} if agent else {})}
+    return {**ENVIRON, **mark, "PYTHONPATH": path, "TZ": "UTC", "ELASTICD_AGENT": address(of)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,11 @@ class Done:
     stderr: str
 
 
-def elasticd(*argv: str, agent: str = "") -> Done:
+def elasticd(*argv: str, of: Served | AgentNode | str = "") -> Done:
     """The command in this process, which takes a tenth of the time that a new one does."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(streams[0]), redirect_stderr(streams[1]):
-        patch.setenv("ELASTICD_AGENT", agent)
+        patch.setenv("ELASTICD_AGENT", address(of))
         code = main(argv)
     out, err = (stream.buffer.getvalue().decode() for stream in streams)  # type: ignore[attr-defined]
     return Done(code, out, err)
@@ -60,7 +64,7 @@ def asker(node: AgentNode) -> Callable[..., str]:
     """`elasticd VERB …` on this node; it must work, and says nothing on stderr unless it is to."""
 
     def ask(*argv: str, code: int = 0, err: str = "") -> str:
-        done = elasticd(*argv, agent=f"unix:{node.root / 'run' / 'agent.sock'}")
+        done = elasticd(*argv, of=node)
         assert (done.returncode, done.stderr) == (code, err) or (
             done.returncode == code and err and err in done.stderr
         ), f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}{node.diagnostics()}"
@@ -145,7 +149,7 @@ def test_job_from_submit_to_cancel(node: MakeNode) -> None:
 
     follows = subprocess.Popen(
         command("logs", "llama", "-f", "--stream", "elasticd"),
-        env=environ(f"unix:{n1.root / 'run' / 'agent.sock'}"), stdout=subprocess.PIPE, text=True,
+        env=environ(n1), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         cancelled = ask("cancel", "llama")
@@ -178,7 +182,7 @@ def test_logs_of_another_node(nodes: MakeNode, tmp_path: Path) -> None:
     assert ask("submit", str(written(n1, "chat", "chatty.py", COLD, nodes="2", workers=1))) == "chat\n"
     rounds = lambda: (json.loads(ask("status", "chat", "--json"))["progress"] or {}).get("rounds")  # noqa: E731
     until(rounds, lambda: f"a round\n{n1.diagnostics()}{n2.diagnostics()}")
-    answer = lambda rank: elasticd("logs", "chat", "--rank", rank, agent=f"unix:{n1.root / 'run' / 'agent.sock'}")  # noqa: E731
+    answer = lambda rank: elasticd("logs", "chat", "--rank", rank, of=n1)  # noqa: E731
     for rank in "01":
         until(
             lambda rank=rank: "line 3\n" in answer(rank).stdout,
@@ -204,7 +208,7 @@ def test_logs_of_another_node(nodes: MakeNode, tmp_path: Path) -> None:
     assert (done.returncode, "a token is needed: --token-file FILE" in done.stderr) == (1, True)
 
     away = subprocess.Popen(
-        command("logs", "chat", "-f", "--rank", "1"), env=environ(f"unix:{n1.root / 'run' / 'agent.sock'}"),
+        command("logs", "chat", "-f", "--rank", "1"), env=environ(n1),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -238,9 +242,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def started(served: Served, *argv: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
-    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
     return subprocess.Popen(
-        command(*argv), env=environ(agent), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*argv), env=environ(served), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
 
 
@@ -262,15 +265,14 @@ def test_ctrl_c_ends_following_with_130(served: Served) -> None:
 
 
 def test_drain_wait_and_its_timeout(served: Served) -> None:
-    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
-    done = elasticd("drain", "n1", "--wait", "--timeout", "0.1", agent=agent)
+    done = elasticd("drain", "n1", "--wait", "--timeout", "0.1", of=served)
     assert (done.returncode, done.stderr) == (
         1,
         "elasticd drain: n1 is being drained, but llama is still there after 0.1 s\n",
     )
     served.announce()
     served.place("llama", 1)
-    assert elasticd("drain", "n1", "--wait", "--timeout", "0.1", agent=agent).returncode == 0
+    assert elasticd("drain", "n1", "--wait", "--timeout", "0.1", of=served).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -279,8 +281,7 @@ def test_drain_wait_and_its_timeout(served: Served) -> None:
 )
 def test_json_prints_the_agents_answer(served: Served, argv: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(JOB)
-    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
-    done = elasticd(*argv.replace("{file}", str(tmp_path / "job.toml")).split(), "--json", agent=agent)
+    done = elasticd(*argv.replace("{file}", str(tmp_path / "job.toml")).split(), "--json", of=served)
     assert isinstance(json.loads(done.stdout), dict)
     assert done.returncode == (1 if "explain" in argv else 0), "of this job there is nothing to explain"
 
@@ -293,10 +294,9 @@ def test_job_file_on_standard_input(served: Served) -> None:
 
 def test_command_without_a_file(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
     words = "submit --workers 2:4 --checkpoint-dir state --priority high --node-label a --node-label b=1"
     words += " --env A=1 --env B=x=y --module -- pkg.train --id 7"
-    assert re.fullmatch(r"train-[0-9a-f]{4}\n", elasticd(*words.split(), agent=agent).stdout)
+    assert re.fullmatch(r"train-[0-9a-f]{4}\n", elasticd(*words.split(), of=served).stdout)
     submitted = max(read_view(served.store).submissions, key=lambda one: one.number)
     assert (submitted.priority, submitted.labels, submitted.min_slots, submitted.max_slots) == (
         "high",
@@ -316,7 +316,7 @@ def test_commands_need_no_other_package(served: Served, argv: str) -> None:
     code = "import sys; sys.path[:0] = sys.argv[1:3]; from elasticd_agent.cli.main import main; "
     code += "sys.exit(main(sys.argv[3:]))"
     paths = [str(REPOSITORY), str(REPOSITORY / "agents")]
-    agent = ["--agent", f"unix:{served.root / 'run' / 'agent.sock'}"]
+    agent = ["--agent", f"unix:{served.socket}"]
     verb, *rest = argv.split()
     command = [sys.executable, "-I", "-S", "-c", code, *paths, verb, *agent, *rest]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -361,7 +361,7 @@ def test_command_with_missing_packages_names_one() -> None:
     ],
 )
 def test_submit_needs_a_file_or_a_command(argv: str, why: str) -> None:
-    done = elasticd(*argv.split(), agent="unix:/nowhere")
+    done = elasticd(*argv.split(), of="unix:/nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"elasticd submit: error: {why}")
 
@@ -371,14 +371,14 @@ def test_a_script_may_have_the_name_of_a_program(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ls").write_text("")
-    done = elasticd("submit", "--", "ls", agent=f"unix:{served.root / 'run' / 'agent.sock'}")
+    done = elasticd("submit", "--", "ls", of=served)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("command = 7")
-    done = elasticd("submit", str(path), agent=f"unix:{served.root / 'run' / 'agent.sock'}")
+    done = elasticd("submit", str(path), of=served)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"elasticd submit: error: {path}: command")
 
@@ -410,7 +410,7 @@ def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -
 )
 def test_errors_are_one_line_and_an_exit_code(argv: list[str], code: int, answer: str, tmp_path: Path) -> None:
     words = [word.replace("{dir}", str(tmp_path)) for word in argv]
-    done = elasticd(*words, agent=f"unix:{tmp_path}/none.sock")
+    done = elasticd(*words, of=f"unix:{tmp_path}/none.sock")
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(f"elasticd {argv[0]}: {answer.replace('{dir}', str(tmp_path))}"), done.stderr
     assert done.stderr.count("\n") == 1

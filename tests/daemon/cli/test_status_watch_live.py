@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 
 @contextmanager
 def watching(node: AgentNode, out: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    agent = f"unix:{node.root / 'run' / 'agent.sock'}"
+    agent = f"unix:{node.socket}"
     path = os.pathsep.join(node.path)
     process = subprocess.Popen(
         [sys.executable, "-m", "elasticd_agent", "status", *more, "--watch", "--every", "0.3", "--agent", agent],
@@ -71,7 +71,7 @@ def test_watch_in_a_pipe_survives_an_agent_restart(node: MakeNode) -> None:
         n1.start()
         page.until("\none: running")
         done = subprocess.run(
-            [sys.executable, "-m", "elasticd_agent", "cancel", "one", "--agent", f"unix:{n1.root / 'run/agent.sock'}"],
+            [sys.executable, "-m", "elasticd_agent", "cancel", "one", "--agent", f"unix:{n1.socket}"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(n1.path)},
             capture_output=True,
             timeout=30,

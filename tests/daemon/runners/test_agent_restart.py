@@ -14,7 +14,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd_agent.telemetry.metric_table import METRICS
-from elasticd_daemon.api.client import AgentClient
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, AgentNode, comm_of, lives, until
 from tests.etcd import EtcdServers
@@ -154,7 +153,7 @@ def test_runner_with_an_unreadable_lock_is_adopted(node: MakeNode) -> None:
     n1.kill()
     os.truncate(n1.files("one").lock, 7)
     n1.start()
-    asked = AgentClient(n1.root / "run" / "agent.sock")
+    asked = n1.unix()
     states = lambda: [one["state"] for one in asked.get("/status").document()["runners"]]  # noqa: E731
     n1.until(lambda: states() == ["running"], "a status of the runner, which would leave otherwise", 10)
     go_on(n1, workers)

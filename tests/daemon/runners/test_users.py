@@ -18,7 +18,6 @@ import pytest
 from elasticd_agent.system.bounded_io import run_within
 from elasticd_agent.system.files import replace_file
 from elasticd_agent.system.processes.process import children
-from elasticd_daemon.api.client import AgentClient
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners import spawn as spawning
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, read_exit
@@ -140,7 +139,7 @@ def test_job_that_this_node_cannot_run_is_refused_once(node: MakeNode) -> None:
     assert "/no/such/script.py" in sentence
     n1.kill()
     n1.start()
-    agent = AgentClient(n1.root / "run" / "agent.sock")
+    agent = n1.unix()
     until(lambda: f"n1 refused it: {sentence}" in agent.get("/v1/jobs/one").body.decode(), n1.diagnostics)
     assert len(n1.events("runner_started")) == 1
     assert n1.drain() == 0
