@@ -260,6 +260,15 @@ class HeartbeatWriter:
         words, signed = self._words, self._signed
         clock, hooked, counts = time.monotonic_ns, Source.HOOK << 32 | Phase.STEP, True
 
+        started = before_file = 0
+
+        def in_this_file(count: int) -> int:
+            """Steps since the file began: a process that stays has counted those of earlier rounds, too."""
+            nonlocal started, before_file
+            if started != words[_STARTED]:
+                started, before_file = words[_STARTED], count - 1
+            return count - before_file
+
         def forked() -> None:
             nonlocal words, signed
             words, signed = self._words, self._signed
@@ -276,7 +285,9 @@ class HeartbeatWriter:
                 signed[_PER_STEP] = number - before if 0 <= before <= number else _UNKNOWN
                 signed[_AT_STEP] = number
                 words[_SEQ] = seq + 1
-            elif words[_STATE] >> 32 != Source.SESSION or (not words[_FIRST_STEP] and count > _STEPS_BEFORE_SESSION):
+            elif words[_STATE] >> 32 != Source.SESSION or (
+                not words[_FIRST_STEP] and in_this_file(count) > _STEPS_BEFORE_SESSION
+            ):
                 # The first step, or the phase changed meanwhile, or there is a Session whose step() is not called.
                 self.step(count, Source.HOOK, issued())
             elif counts:  # a Session of layout 1.0 would leave the hook's last value here

@@ -260,6 +260,24 @@ def test_forked_child_writes_private_copy(path: Path) -> None:
     assert read(path).exit_report is None
 
 
+def test_hook_leaves_the_steps_of_a_session_alone_after_a_change_of_files(path: Path, tmp_path: Path) -> None:
+    """Between its first step there and the session's, a reader would add up the steps of both rounds."""
+    heartbeat.create(tmp_path / "next")
+    launchers, session = HeartbeatWriter(path), HeartbeatWriter(path)
+    session.use_session()
+    hook = launchers.hook_step(lambda: -1)
+    for count in range(1, 11):
+        hook(count)
+        session.step(100 + count)
+    session.follow(tmp_path / "next")
+    session.use_session()
+    hook(11)
+    assert (read(tmp_path / "next").source, read(tmp_path / "next").step) == (Source.SESSION, 0)
+    for count in range(12, 16):
+        hook(count)
+    assert read(tmp_path / "next").source == Source.HOOK, "its step() is not called"
+
+
 def test_hook_step_equals_step(path: Path, tmp_path: Path) -> None:
     """Whatever happens between two steps: another phase, another group, one that cannot count."""
     heartbeat.create(tmp_path / "other")
