@@ -15,6 +15,7 @@ import pytest
 
 from elasticd_agent.model.messages import GroupEnded, WorkerExited
 from elasticd_agent.model.records import Member, Round
+from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.events import GroupStarted, LauncherReady, NewcomerEnded, NewcomerReady
 from elasticd_agent.workers.groups import Keep
 from elasticd_agent.workers.launcher import messages
@@ -99,6 +100,11 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+def is_alive(pid: int) -> bool:
+    """False for one that is not reaped yet."""
+    return procfs.state(pid) not in ("", "Z")
+
+
 def test_survivors_keep_their_process_in_round_after_round(job: StartJob) -> None:
     """One slot less, so that a rank changes, and then all three again."""
     three = job()
@@ -168,6 +174,7 @@ def test_kept_process_that_dies_gets_a_new_one(job: StartJob) -> None:
         "rank 2 was killed by SIGTERM while it waited for the next round: a new process follows"
     )
     os.kill(three.pids[0], signal.SIGKILL)  # whoever hears of it first: the agent or the owner
+    wait_for(lambda: not is_alive(three.pids[0]), "its end")
     started = three.start(2, 0, 1, 2)
     assert started.kept == (1,)
 

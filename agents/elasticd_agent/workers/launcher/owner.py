@@ -299,6 +299,7 @@ class Owner:
                 self.member_exited(group, pid, status, at)
 
     def release(self, request: messages.Release) -> None:
+        self.reap()  # a kept process that has died meanwhile is replaced
         group = self.groups.get(request.group)
         if group is None or not group.alive:
             raise OSError("there is no such parked group")
