@@ -72,7 +72,7 @@ def noted(job: Job, rank: int) -> list[tuple[int, int, str]]:
     return [(int(round_), int(step), found) for round_, step, found in (line.split() for line in lines)]
 
 
-def compare(kind: str, directory: Path, more: Sequence[str]) -> Outcome:
+def compare(kind: str, directory: Path, more: Sequence[str] = ()) -> Outcome:
     with ThreadPoolExecutor() as pool:
         killed = pool.submit(run, directory / "killed", kind, FAULTS, more)
         whole = run(directory / "whole", kind, [])

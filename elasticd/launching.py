@@ -95,7 +95,7 @@ def _failure(call: Path, code: int) -> str:
     if not errors:
         return f"the job has ended with exit code {code}; its log says why"
     rank = errors[0].suffixes[1][1:]
-    return f"rank {rank} has failed (exit code {code}):\n\n{errors[0].read_text(errors='replace')}"
+    return f"rank {rank} has failed (exit code {code}):\n\n{errors[0].read_text(encoding='utf-8', errors='replace')}"
 
 
 def main(directory: Path) -> None:

@@ -67,7 +67,7 @@ def azure(base: str) -> str:
 
 
 def kubernetes(base: str) -> str:
-    namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
+    namespace = (SERVICE_ACCOUNT / "namespace").read_text(encoding="ascii").strip()
     pod = os.environ.get("POD_NAME") or os.uname().nodename
     told = _ask_api(base, f"/api/v1/namespaces/{namespace}/pods/{pod}")
     for condition in told.get("status", {}).get("conditions", []):
@@ -140,7 +140,7 @@ def _request(url: str, headers: Mapping[str, str], method: str = "GET", context:
 
 def _ask_api(base: str, path: str) -> dict[str, Any]:
     """An object of the Kubernetes API."""
-    token = (SERVICE_ACCOUNT / "token").read_text().strip()  # it is replaced while the pod runs
+    token = (SERVICE_ACCOUNT / "token").read_text(encoding="ascii").strip()  # it is replaced while the pod runs
     context = None
     if base.startswith("https:"):
         context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt"))
