@@ -211,6 +211,13 @@ def test_the_only_node_with_the_checkpoints_is_waited_for() -> None:
     assert members(after) == [("a", (0, 1)), ("b", (0, 1, 2))]
 
 
+def test_a_job_that_never_grows_does_not_shrink_for_a_start() -> None:
+    seen = replace(view(FIRST, **FAILED), nodes=(present("a", (0, 1), starting=(1,)), present("b")))
+    after = plan(seen, Policy(grow="never"), NOW)
+    assert isinstance(after, Round)
+    assert after.world_size == 5
+
+
 def test_a_quarantined_slot_is_not_taken_because_others_start() -> None:
     quarantined = (QuarantinedSlot("a", 2, 2, 1, left_s=900.0),)
     current = replace(ROUND, members=ROUND.members[:1], quarantined_slots=quarantined)

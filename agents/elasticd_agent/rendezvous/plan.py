@@ -183,6 +183,8 @@ class _Running:
 
 def plan(view: View, policy: Policy, now: float) -> Verdict:
     """The next Round, numbered above the current one; or what must happen before it; or why there is none."""
+    if policy.grow == "never":
+        view = view.with_all_ready  # a Round without a slot that starts would stay without it
     verdict = _plan(view, policy, now)
     if isinstance(verdict, Wait) and verdict.too_few_nodes and view.short_since is not None:
         return _bound_shortage(view, policy, verdict, view.short_since, now)
