@@ -233,7 +233,7 @@ def _pairs() -> Iterator[int]:
         with contextlib.suppress(OSError, ValueError):
             if fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 continue
-            with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+            with open(f"/proc/self/fdinfo/{fd}", encoding="ascii", errors="replace") as file:
                 members = [int(line.split()[1]) for line in file if line.startswith("tfd:")]
             if any(map(_is_listening, members)):
                 yield from (member for member in members if _peer(member) is not None)
