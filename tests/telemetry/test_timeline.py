@@ -194,8 +194,14 @@ def test_lost_nodes_belong_to_the_round_after() -> None:
     assert [one.lost_nodes for one in progress.rounds.values()] == [(), ("b",)]
 
 
+def test_kept_processes_are_counted() -> None:
+    again = (line("round_published", 131.0, 2, world_size=2), line("group_started", 131.1, 2, ranks=(0, 1), kept=1))
+    newest = reported(*STARTED, *CRASHED, *again).newest()
+    assert newest is not None and newest.origins == ["1 of 2 ranks kept the process"]
+
+
 @pytest.mark.parametrize(
-    ("donor", "origin"), [(None, ""), (0, "resumed from step 21, saved by rank 0 after the fault")]
+    ("donor", "origins"), [(None, []), (0, ["resumed from step 21, saved by rank 0 after the fault"])]
 )
-def test_round_says_which_rank_saved_its_state(donor: int | None, origin: str) -> None:
-    assert RoundStatus(2, resumed_step=21, donor=donor).origin == origin
+def test_round_says_which_rank_saved_its_state(donor: int | None, origins: list[str]) -> None:
+    assert RoundStatus(2, resumed_step=21, donor=donor).origins == origins

@@ -14,6 +14,7 @@ from typing import ClassVar
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.codec import Record
 from elasticd_agent.model.log_events import LogLine, TimeSplit
+from elasticd_agent.model.phrases import count
 
 PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
 """Causes of rounds that follow no fault."""
@@ -44,13 +45,14 @@ class RoundStatus(Record):
     resumed_step: int | None = None
     donor: int | None = None
     """The rank that saved the state of `resumed_step` after the fault; None if it was saved before."""
+    kept: int = 0  #: ranks that have kept their process of an earlier round
 
     @property
-    def origin(self) -> str:
-        """Which rank saved the state that it resumed from, "" if that was no donor."""
-        if self.donor is None:
-            return ""
-        return f"resumed from step {self.resumed_step}, saved by rank {self.donor} after the fault"
+    def origins(self) -> list[str]:
+        """Which rank saved the state that it resumed from, if that was a donor, and how many kept their process."""
+        saved = f"resumed from step {self.resumed_step}, saved by rank {self.donor} after the fault"
+        kept = f"{self.kept} of {count(self.world_size, 'rank')} kept the process"
+        return [saved] * (self.donor is not None) + [kept] * (self.kept > 0)
 
     @property
     def planned(self) -> bool:
@@ -118,8 +120,8 @@ class JobTimeline:
         match event:
             case events.RoundPublishedEvent():
                 self._on_round(event, at)
-            case events.GroupStartedEvent():
-                self._round(event, at)
+            case events.GroupStartedEvent(kept=kept):
+                self.rounds[event.round] = replace(self._round(event, at), kept=kept)
             case events.ResumedEvent():
                 self._on_resumed(event, at)
             case events.FirstStepEvent():

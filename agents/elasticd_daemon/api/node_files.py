@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote
@@ -261,9 +262,10 @@ def _merged_ranks(rows: Sequence[JobProgress]) -> tuple[RankProgress, ...]:
 
 def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
     """The rounds, each with the cost of its fault from the node that measured it, the step it resumed from of rank 0's
-    node, and all else from the row that counts.
+    node, kept processes of all nodes, and all else from the row that counts.
     """
     rounds: dict[int, RoundStatus] = {}
+    kept = Counter[int]()
     for row in reversed(rows):
         rounds |= {status.round: status for status in row.rounds}
     for node, status in ((row.node, status) for row in rows for status in row.rounds):
@@ -272,7 +274,8 @@ def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
             rounds[number] = replace(rounds[number], lost_seconds=status.lost_seconds)
         if status.resumed_step is not None:
             rounds[number] = replace(rounds[number], resumed_step=status.resumed_step, donor=status.donor)
-    return tuple(rounds[number] for number in sorted(rounds)[-MAX_SHOWN_ROUNDS:])
+        kept[number] += status.kept
+    return tuple(replace(rounds[number], kept=kept[number]) for number in sorted(rounds)[-MAX_SHOWN_ROUNDS:])
 
 
 def _merged_scalars(rows: Sequence[JobProgress]) -> tuple[ScalarSeries, ...]:

@@ -268,7 +268,7 @@ def _submitted(job: JobStatus) -> str:
 
 def _round_row(one: RoundStatus) -> tuple[str, ...]:
     size = str(one.world_size) if one.world_size else "-"
-    reason = ", ".join(filter(None, [one.reason, one.origin]))
+    reason = ", ".join(filter(None, [one.reason, *one.origins]))
     return str(one.round), _moment(one.at), size, _names(one.nodes), _lost(one), visible(reason)
 
 

@@ -110,7 +110,7 @@ def _facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:
     more = len(one.nodes) - _SHOWN_NODES
     nodes = ", ".join(one.nodes[:_SHOWN_NODES]) + (f" +{more}" if more > 0 else "")
     where = count(one.world_size, "worker") + (f" on {nodes}" if nodes else "")
-    return [where, *filter(None, [one.origin]), _outcome(one, job, now)]
+    return [where, *one.origins, _outcome(one, job, now)]
 
 
 def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
