@@ -31,6 +31,8 @@ from elasticd_agent.workers.gpu_memory import (
     NvmlGpuMemory,
     open_gpu_memory,
 )
+from elasticd_agent.workers.groups import Keep
+from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
@@ -293,14 +295,26 @@ def test_driver_that_is_broken_holds_nobody_up(
 # ---- how a group's start waits for it
 
 
+ENTERING = """
+import os, socket, sys
+owner = socket.socket(fileno=int(os.environ["ELASTICD_LAUNCH"]))
+while True:
+    open(sys.argv[1], "a").write("x")
+    owner.send(b'{"type": "Entered"}')
+    owner.recv(1 << 20) or sys.exit()
+    owner.send(b'{"type": "AtEntry"}')
+    owner.recv(1 << 20) or sys.exit()
+"""
+
+
 class Node:
-    """Workers on GPUs, started by a real owner: without Python, or `warm`."""
+    """Workers on GPUs, started by a real owner: without Python, or `warm`; then they can keep their process."""
 
     def __init__(self, directory: Path, inbox: Inbox, memory: GpuMemory, warm: bool = False) -> None:
         self.directory, self.inbox = directory, inbox
         (directory / "runtime").mkdir()
         script = directory / "script.py"
-        script.write_text("import sys, time\nopen(sys.argv[1], 'a').write('x')\ntime.sleep(600)\n")
+        script.write_text(ENTERING)
         how = (Mode.SCRIPT, str(script), (str(directory / "ran"),)) if warm else (Mode.EXEC, "sleep", ("600",))
         spec = JobSpec(sys.executable, *how, directory, job_id="job", run="1", max_workers=2)
         gpus = ("0", "1") if warm else ()
@@ -439,6 +453,33 @@ def test_memory_check_that_never_answers(node: Node, nvml: Nvml) -> None:
     node.workers.tick(due)
     node.started(2)
     assert node.sentences[0].startswith("round 2: the check of the GPU memory did not answer")
+
+
+def test_kept_process_does_not_wait_for_its_own_memory(warm: Node, nvml: Nvml) -> None:
+    nvml.set_memory([], [])
+    warm.start(1, (0, 1))
+    first = warm.group_started()
+    wait_for(lambda: warm.ran() == 2, "workers that run")
+    warm.workers.park(2, with_store=True)
+    entered = set[int]()
+    while len(entered) < 2:
+        message = warm.inbox.get(timeout=PATIENCE_S)
+        assert isinstance(message, OwnerMessage)
+        warm.workers.handle(message)
+        entered |= {message.report.local_rank} if isinstance(message.report, messages.Entered) else set()
+    nvml.set_memory([first.pids[0]], [first.pids[1]])
+    warm.workers.signal(1, signal.SIGKILL, keep=Keep((0,), PATIENCE_S))
+    while GroupEnded(1, (0,)) not in warm.receive():
+        pass
+    warm.start(2, (0, 1))
+    second = warm.group_started()
+    assert (second.kept, second.held_ranks, second.pids[0]) == ((0,), (1,), first.pids[0])
+    wait_for(lambda: warm.ran() == 3, "the kept worker")
+    nvml.set_memory([first.pids[0]], [])
+    while WorkersReleased(2, [1]) not in warm.receive():
+        pass
+    wait_for(lambda: warm.ran() == 4, "worker that was held")
+    warm.end(2)
 
 
 def test_worker_waits_for_its_own_gpu_only(warm: Node, nvml: Nvml) -> None:
