@@ -3,6 +3,7 @@
 A worker of the template keeps the socket over which it was released (ELASTICD_LAUNCH). `session.run(train)` uses it:
 
     worker    Entered                           `train` is called; from now on this process can be unwound
+    worker    LostPeer(report)                  `train` has raised what the loss of a peer raises: it waits for Unwind
     launcher  Unwind(why)                       the ranks change; sent once the states of the survivors are saved
     worker    AtEntry(step)                     parked: `train` is left, and every process group of the round is gone
     launcher  a release, as the template's      environment, stdout and stderr of the next round; end of file: exit
@@ -36,11 +37,13 @@ from typing import Any
 from elasticd import channel
 from elasticd.channel import Message
 from elasticd.errors import RoundChanged
+from elasticd.heartbeat import exit_report
 
 VARIABLE = "ELASTICD_LAUNCH"
 """The number of the descriptor; set by the template."""
 PEER_S = 30.0
 """The wait for the launcher's word after a connection to a peer has broken: it saves the survivors' states first."""
+_REPORT_BYTES = 1 << 14
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 """Words in errors of gloo and of torch's store after the other end is gone."""
 
@@ -119,7 +122,11 @@ class LaunchChannel(NoLaunchChannel):
     def explains(self, error: BaseException) -> bool:
         if self.changed.is_set() or not self._is_inside:
             return self.changed.is_set()
-        return is_of_lost_peer(error) and self.is_connected and self.changed.wait(PEER_S)
+        if not is_of_lost_peer(error) or not self.is_connected:
+            return False
+        report = exit_report.encode(exit_report.report_of(error), _REPORT_BYTES)
+        self._send({"type": "LostPeer", "report": report.decode()})
+        return self.changed.wait(PEER_S)
 
     def report_entry(self, step: int) -> None:
         self._begin()

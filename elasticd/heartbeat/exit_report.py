@@ -55,12 +55,17 @@ def report_exception(writer: ExitReportSink) -> bool:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if not isinstance(error, BaseException):
             return False
-        name, *bases = (_name_of(base) for base in type(error).__mro__[:-1])
-        lines = traceback.TracebackException(type(error), error, error.__traceback__)
-        # "Type: message", with Python's own text for a message that cannot be printed.
-        message = "".join(lines.format_exception_only()).partition(": ")[2].rstrip("\n")
-        writer.write_exit_report(ExitReport("exception", name, message, "".join(lines.format()), bases=tuple(bases)))
+        writer.write_exit_report(report_of(error))
     return True
+
+
+def report_of(error: BaseException) -> ExitReport:
+    """The report of a script that ends by this exception."""
+    name, *bases = (_name_of(base) for base in type(error).__mro__[:-1])
+    lines = traceback.TracebackException(type(error), error, error.__traceback__)
+    # "Type: message", with Python's own text for a message that cannot be printed.
+    message = "".join(lines.format_exception_only()).partition(": ")[2].rstrip("\n")
+    return ExitReport("exception", name, message, "".join(lines.format()), bases=tuple(bases))
 
 
 def _name_of(cls: type) -> str:

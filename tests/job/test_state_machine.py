@@ -25,6 +25,7 @@ from elasticd_agent.model.messages import (
     Joining,
     KillGroup,
     Leave,
+    PeerLost,
     PendingStop,
     Phase,
     ReportDone,
@@ -109,7 +110,7 @@ def test_rounds_that_are_not_newer_change_nothing(phase: Phase) -> None:
 
 events = st.sampled_from([
     *of_round(3), *of_round(4), exited(0, 0), exited(0, 1, MISTAKE), exited(1, 1, MISTAKE),
-    exited(1, 2, MISTAKE, at=11.0), exited(0, 1, ECHO), exited(1, 1, ECHO),
+    exited(1, 2, MISTAKE, at=11.0), exited(0, 1, ECHO), exited(1, 1, ECHO), PeerLost(exited(1, 1, ECHO)),
     RoundPublished(R3), RoundPublished(R4), RoundPublished(ELSEWHERE), RoundPublished(STOPPED), RoundPublished(FAILED),
     StopRequested("SIGTERM", 143, 10.0), StopForced("SIGTERM", 143, 10.0), TimerExpired(10.4), TimerExpired(50.0),
     FlushStarted(0, 10.0), FlushStarted(1 << 30, 10.1), Flushed(7),
@@ -214,6 +215,21 @@ def test_a_crash_kills_the_rest_at_once_and_names_the_culprit() -> None:
     why = "rank 1 was killed by SIGKILL"
     assert phase == Stopping(R3)
     assert actions == [KillGroup(3, why, keep=True), ReportFailure(Failure(3, "a", "crash", ((1, 5),), why))]
+
+
+def test_rank_that_has_lost_a_peer_counts_as_its_exit() -> None:
+    """Until its process has left the round; its own mistake only counts when it ends by it."""
+    lost = PeerLost(replace(exited(0, 1, ECHO), stays=True))
+    waiting, actions = step(Running(R3, (), True), lost, RULES)
+    assert (waiting, actions) == (Settling(R3, (lost.exit,), 10.0 + EXIT_WAIT_S), [SetTimer(10.0 + EXIT_WAIT_S)])
+    assert step(waiting, lost, RULES) == step(waiting, exited(0, -9), RULES) == (waiting, [])
+    _, (kill, report) = step(waiting, exited(1, -9), RULES)
+    assert kill == KillGroup(3, "rank 1 was killed by SIGKILL", keep=True)
+    assert isinstance(report, ReportFailure) and report.failure.culprits == ((1, 5),)
+    _, (kill, _) = step(waiting, TimerExpired(13.0), RULES)
+    assert kill == KillGroup(3, f"rank 0 lost its peers: it raised RuntimeError: {ECHO.message}", keep=True)
+    running = Running(R3, (), True)
+    assert step(running, PeerLost(replace(exited(0, 1, MISTAKE), stays=True)), RULES) == (running, [])
 
 
 def test_peer_loss_names_ranks_with_code_0() -> None:

@@ -49,11 +49,13 @@ class Member:
         channel.send(self.connection, message)
 
     def await_message(self, kind: str) -> dict[str, Any]:
-        """The next message, which has to be of this type."""
+        """The next message, which has to be of this type; a rank may have lost a peer before."""
         wait_for(lambda: self.owner.accept(self), f"the connection of {self.slot}: {self.errors()}")
         assert self.connection is not None
         self.connection.settimeout(30)
         message = channel.receive(self.connection)
+        if message is not None and message["type"] == "LostPeer" != kind:
+            message = channel.receive(self.connection)
         assert message is not None and message["type"] == kind, (message, self.errors())
         return message
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.model.messages import GroupEnded, WorkerExited
+from elasticd_agent.model.messages import GroupEnded, PeerLost, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.events import GroupStarted, LauncherReady, NewcomerEnded, NewcomerReady
-from elasticd_agent.workers.groups import Keep
+from elasticd_agent.workers.groups import Keep, KeptWorker
 from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.owner_client import OwnerLost
-from elasticd_agent.workers.launcher.requests import Preload
+from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
 from elasticd_agent.workers.warm_launcher import FORK_DEADLINE_S
 from tests.library.conftest import wait_for
 from tests.workers.test_manager import NO_STORE, Node, StartNode, node
@@ -137,6 +137,14 @@ def test_group_that_no_rank_has_entered_ends_as_before(job: StartJob) -> None:
     assert three.start(2, 0, 1, 2).kept == ()
 
 
+def test_lost_peer_is_reported_and_the_worker_stays(job: StartJob) -> None:
+    three = job(lost=[2])
+    lost = three.node.until(PeerLost).exit
+    assert (lost.rank, lost.slot, lost.stays) == (2, 2, True)
+    assert lost.exit_report is not None and lost.exit_report.message == "closed by peer"
+    assert three.end() == GroupEnded(1, (0, 1, 2))
+
+
 def test_late_worker_is_killed_and_replaced(job: StartJob) -> None:
     three = job(late=[1])
     assert three.end(Keep((0, 1), 0.3, "a fault")) == GroupEnded(1, (0,))
@@ -216,6 +224,17 @@ def template_of(node: Node) -> int:
     owner = node.owner.pid
     children = map(int, Path(f"/proc/{owner}/task/{owner}/children").read_text().split())
     return next(pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "elasticd-templ")
+
+
+def test_process_is_kept_on_its_own_device_only() -> None:
+    def worker(**env: str) -> WorkerSpec:
+        return WorkerSpec(env, None, None, "")
+
+    on_gpu = KeptWorker(7, 1, worker(LOCAL_RANK="1", CUDA_VISIBLE_DEVICES="0,1", RANK="1"))
+    assert on_gpu.can_become(worker(LOCAL_RANK="1", CUDA_VISIBLE_DEVICES="0,1", RANK="3"))
+    assert not on_gpu.can_become(worker(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES="0,1"))
+    assert not on_gpu.can_become(worker(LOCAL_RANK="1", CUDA_VISIBLE_DEVICES="1,2"))
+    assert KeptWorker(7, 1, worker(LOCAL_RANK="1")).can_become(worker(LOCAL_RANK="0"))
 
 
 @pytest.mark.parametrize("dies", ["owner", "agent"])

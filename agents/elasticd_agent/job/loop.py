@@ -213,7 +213,7 @@ class JobLoop:
                     self._start_with_round(slot, why)
                 elif self.round is not None and self._may_release_ahead(self.round):
                     self._release_ahead(self.round)
-            case messages.WorkerExited(number):
+            case messages.WorkerExited(number) | messages.PeerLost(messages.WorkerExited(number)):
                 if number == self._monitor.number:
                     self._observe(now)  # a first step that the worker made comes before its exit
                 self._events.append(message)

@@ -33,6 +33,7 @@ from elasticd_agent.model.messages import (
     Joining,
     KillGroup,
     Leave,
+    PeerLost,
     PendingStop,
     Phase,
     ReportDone,
@@ -98,6 +99,10 @@ def step(phase: Phase, event: Event, rules: StepRules) -> Transition:
 
 
 def _step(phase: Phase, event: Event, rules: StepRules) -> Transition:
+    if isinstance(event, PeerLost):
+        if not is_secondary(event.exit):
+            return phase, []  # its own failure: it ends after a while
+        event = event.exit
     match phase:
         case Joining():
             return _joining(phase, event, rules)

@@ -12,7 +12,7 @@ from elasticd_agent.job.listener import GroupEnding, JobEvent, SlotChanged
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.log_events import LogEvent
-from elasticd_agent.model.messages import FirstStep, GroupEnded, StoreExited, WorkerExited
+from elasticd_agent.model.messages import FirstStep, GroupEnded, PeerLost, StoreExited, WorkerExited
 from elasticd_agent.model.notices import StragglersFound
 from elasticd_agent.model.phrases import count
 from elasticd_agent.model.records import Round
@@ -81,6 +81,8 @@ class WorkerReporter:
                     self._ending_since = now
             case WorkerExited():
                 self._worker_exited(event)
+            case PeerLost(exit):
+                self._fault(exit.number, exit.at)
             case StoreExited():
                 self._store_exited(event)
             case FirstStep(number, at):
@@ -116,7 +118,8 @@ class WorkerReporter:
         job.metrics.group_started(len(started.pids), started.warm)
         self._kept = len(started.kept)
         how = "forked from the warm launcher" if started.warm else "started cold"
-        reason = f"{count(len(started.pids) - self._kept, 'worker')} {how}{self._in_their_processes()}"
+        new = len(started.pids) - self._kept
+        reason = (f"{count(new, 'worker')} {how}" if new else "no new process") + self._in_their_processes()
         job.write(
             events.GroupStartedEvent(
                 round=started.number, mono=now, reason=reason, ranks=tuple(job.round.ranks(job.node)),

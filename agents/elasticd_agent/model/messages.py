@@ -84,6 +84,17 @@ class WorkerExited:
     exit_report: ExitReport | None
     at: float
     ran_s: float = 0.0
+    stays: bool = False  #: it has raised, but has not ended: see PeerLost
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A worker has raised what the loss of a peer raises, and waits in its process to be asked to leave the round.
+
+    `exit` is what another script would have ended by.
+    """
+
+    exit: WorkerExited
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,7 @@ class TimerExpired:
 Event = (
     RoundPublished
     | WorkerExited
+    | PeerLost
     | StoreExited
     | StartFailed
     | GroupEnded

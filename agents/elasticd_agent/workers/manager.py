@@ -14,17 +14,21 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
 from elasticd.checkpointing.memory.memory_limit import oom_kills
+from elasticd.heartbeat import exit_report
 from elasticd.heartbeat import record as heartbeat
+from elasticd.heartbeat.exit_report import ExitReport
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import (
     ExitStatus,
     Flushed,
     FlushStarted,
     GroupEnded,
+    PeerLost,
     StartFailed,
     StoreExited,
     WorkerExited,
@@ -381,6 +385,9 @@ class WorkerManager:
             case messages.Exited():
                 group.exited.add(report.local_rank)
                 return [self._exited(group, report)]
+            case messages.RankLostPeer(_, local_rank, text, at):
+                with suppress(ValueError, KeyError, TypeError):
+                    return [self._peer_lost(group, local_rank, exit_report.decode(text.encode()), at)]
             case messages.NotParked(_, late, seconds):
                 names = listing(group.round.ranks(self._node)[at] for at in late)
                 left = f"{plural(len(late), 'rank')} {names} did not leave it within {seconds:.1f} s"
@@ -465,12 +472,18 @@ class WorkerManager:
         if local_rank == STORE_RANK:
             return StoreExited(number, status.text, report.at, status)
         rank, slot = group.round.ranks(self._node)[local_rank], self._slots(group.round)[local_rank]
-        exit_report = read_exit_report(group.workers[local_rank].heartbeat)
+        raised = read_exit_report(group.workers[local_rank].heartbeat)
         killed_before, self._oom_kills = self._oom_kills, oom_kills()
         if status.signal == signal.SIGKILL and self._oom_kills > killed_before:
             status = replace(status, out_of_memory=True)
         ran_s = report.at - group.started_at
-        return WorkerExited(number, rank, local_rank, slot, status, exit_report, report.at, ran_s)
+        return WorkerExited(number, rank, local_rank, slot, status, raised, report.at, ran_s)
+
+    def _peer_lost(self, group: WorkerGroup, local_rank: int, raised: ExitReport, at: float) -> PeerLost:
+        number, ran_s = group.round.number, at - group.started_at
+        rank, slot = group.round.ranks(self._node)[local_rank], self._slots(group.round)[local_rank]
+        exit = WorkerExited(number, rank, local_rank, slot, ExitStatus(1), raised, at, ran_s, stays=True)
+        return PeerLost(exit)
 
     def _process_unkillable(self, round: Round, process: messages.UnkillableProcess) -> ProcessUnkillable:
         local_rank, rank, slot = process["local_rank"], None, None

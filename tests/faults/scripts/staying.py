@@ -47,9 +47,9 @@ def train() -> int:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            session.step()
             found = digest([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
             faults.write(f"steps-{session.rank}", f"{session.round} {step} {found} {os.getpid()}\n")
+            session.step()  # which a pause for the next round leaves by an exception, once the step is saved
             time.sleep(0.002)
             last = faults.WORK / "last"
             if step >= options.steps or (last.exists() and step >= int(last.read_text())):

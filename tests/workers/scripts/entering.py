@@ -42,6 +42,15 @@ while True:
     elif not is_different("plain"):
         owner.send(b'{"type": "Entered"}')
     (work / f"entered-{os.environ['ELASTICD_ROUND']}-{os.environ['RANK']}").write_text(str(os.getpid()))
+    if is_different("lost"):
+        report = {
+            "kind": "exception",
+            "type": "RuntimeError",
+            "message": "closed by peer",
+            "traceback": "",
+            "code": None,
+        }
+        owner.send(json.dumps({"type": "LostPeer", "report": json.dumps(report)}).encode())
     packet = owner.recv(1 << 20)
     if not packet or is_different("late"):
         time.sleep(600)

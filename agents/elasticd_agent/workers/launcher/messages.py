@@ -156,6 +156,12 @@ Request = (
 # --- between a worker and the owner, by the launch channel ------------------------------------------------------------
 
 
+class LostPeer(NamedTuple):
+    """The worker has raised `report`, an exit report as JSON, and waits for Unwind: a peer seems to be lost."""
+
+    report: str
+
+
 class AtEntry(NamedTuple):
     """The worker has left its round, and waits for a release as a forked process does, or for the end of file."""
 
@@ -247,6 +253,15 @@ class Entered(NamedTuple):
     local_rank: int
 
 
+class RankLostPeer(NamedTuple):
+    """LostPeer of a worker, at the monotonic time `at`."""
+
+    group: int
+    local_rank: int
+    report: str
+    at: float
+
+
 class NotParked(NamedTuple):
     """These workers did not come to their entry within `seconds`, and get SIGKILL now."""
 
@@ -318,7 +333,7 @@ class WithoutWriter(NamedTuple):
 
 Report = (
     Preloading | TemplateReady | TemplateUnfit | TemplateEnded | Parked | Refused | StoreListens | Started | Released
-    | Entered | Exited | NotParked | Ended | ReleasedAhead | Waits | KeptExited | Reaped | Unsaved
+    | Entered | RankLostPeer | Exited | NotParked | Ended | ReleasedAhead | Waits | KeptExited | Reaped | Unsaved
     | Flushing | Flushed | WithoutWriter
 )  # fmt: skip
 _REQUESTS = {kind.__name__: kind for kind in get_args(Request)}

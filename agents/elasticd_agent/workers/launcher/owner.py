@@ -359,9 +359,10 @@ class Owner:
 
     def receive_from_worker(self, pid: int, end: socket.socket) -> None:
         """A worker that ends its channel, or sends what nobody can read, is not kept any more."""
-        kind = ""
+        message: channel.Message = {}
         with contextlib.suppress(ValueError, RecursionError):
-            kind = str((channel.receive(end, socket.MSG_DONTWAIT) or {}).get("type"))
+            message = channel.receive(end, socket.MSG_DONTWAIT) or {}
+        kind = message.get("type")
         group = self.group_of(pid)
         if group is None:
             if kind == messages.AtEntry.__name__:
@@ -373,6 +374,9 @@ class Owner:
         if kind == messages.Entered.__name__:
             group.entered.add(rank)
             self.report(messages.Entered(group.name, rank))
+        elif kind == messages.LostPeer.__name__ and rank in group.entered:
+            report = str(message.get("report"))
+            self.report(messages.RankLostPeer(group.name, rank, report, time.monotonic()))
         elif kind == messages.AtEntry.__name__ and pid in group.unwinding:
             del group.alive[pid], group.unwinding[pid]
             group.kept.append(rank)
