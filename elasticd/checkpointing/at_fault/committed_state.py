@@ -104,6 +104,12 @@ class CommittedState:
             hook.remove()
         self._more_hooks.clear()
 
+    def release(self) -> None:
+        """Close the record's file now, instead of when the cycles of this object are collected: a process that stays
+        has a record in each round.
+        """
+        del self._record
+
     def reason_against(self) -> str:
         return reason_against(self._context, self._attached, self._averaged)
 

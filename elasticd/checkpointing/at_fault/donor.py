@@ -438,6 +438,8 @@ class Donor:
                 self._thread.join(LONGEST_WAIT_S)  # it may be saving, and would end with the process
             self._socket.close()
             self._socket = None
+            if not self._thread.is_alive():
+                self._committed.release()
         self._why = self._why or "the session is closed"
 
     def _save(self, wait_s: float, ends: bool = False) -> None:
