@@ -7,14 +7,14 @@ A random rank of a job gets a SIGKILL. Measured from outside, by the times that 
 step: until the next new step, whichever the world size; and, once a replacement is ready, the longest time between two
 steps until the job has all its workers again. The ways take turns: `in place` is a script with `session.run`, `restart`
 the same script without. With --changes one job gets so many kills in a row, each after a few steps at the full size;
-then its records are checked: every step once on every rank of its round, every sample of an epoch once, equal hashes on
-all ranks, and descriptors, threads and memory of the longest-lived process at the beginning and the end.
+then its records are checked: every step once on every rank of its round, with the samples that belong to it, equal
+hashes on all ranks; and descriptors, threads and memory of one process, which is never killed, are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import itertools
 import json
 import math
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +35,11 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.launchers import ELASTICD
 from benchmarks.processes import adopt_orphans, end_all
+from elasticd import ElasticBatchSampler
 
 SCRIPT = Path(__file__).with_name("scripts") / "in_place_job.py"
 DEADLINE_S = 120.0
-SAMPLES, BATCH = 4080, 12
+SAMPLES, BATCH, SEED = 4080, 12, 3
 """Of the script."""
 STEPS_BEFORE = 15
 """Steps at the full size before a kill: the job is in its stride."""
@@ -117,17 +118,18 @@ class ChangedJob:
                 raise SystemExit(f"{len(full)} of {count} steps with {self.workers} workers came\n{tail}")
             time.sleep(0.05)
 
-    def kill(self, rank: int) -> float:
-        """SIGKILL the present process of a rank; returns when."""
-        pid = next(step.pid for step in reversed(self.steps()) if step.rank == rank)
-        os.kill(pid, signal.SIGKILL)
+    def kill(self, rng: random.Random, spared: int = 0) -> float:
+        """SIGKILL a random rank's process, but not the spared one; returns when."""
+        last = self.steps()[-1]
+        pids = {step.pid for step in self.steps()[-4 * self.workers :] if step.round == last.round}
+        os.kill(rng.choice(sorted(pids - {spared})), signal.SIGKILL)
         return time.monotonic()
 
 
-def change(job: ChangedJob, way: str, rng: random.Random) -> Change:
+def change(job: ChangedJob, way: str, rng: random.Random, spared: int = 0) -> Change:
     before = job.wait_for_steps(STEPS_BEFORE, time.monotonic())
     pids, round = {step.pid for step in before[-3 * job.workers :]}, before[-1].round
-    at = job.kill(rng.randrange(job.workers))
+    at = job.kill(rng, spared)
     return measured(job.wait_for_steps(3, at, round), at, round, pids, way, job.workers)
 
 
@@ -191,8 +193,22 @@ def resources(pid: int) -> dict[str, int]:
     }
 
 
-def breaches(records: Sequence[Step], samples: int = SAMPLES) -> list[str]:
-    """What is wrong with the records of a job. A rank that dies during a step has not recorded it."""
+def expected(number: int) -> set[int]:
+    """The samples of a step, by the order that is a function of the epoch alone."""
+    per_epoch = math.ceil(SAMPLES / BATCH)
+    return _batches((number - 1) // per_epoch)[(number - 1) % per_epoch]
+
+
+@functools.cache
+def _batches(epoch: int) -> list[set[int]]:
+    sampler = ElasticBatchSampler(SAMPLES, global_batch=BATCH, seed=SEED, rank=0, world_size=1)
+    sampler.set_epoch(epoch)
+    return [set(batch) for batch in sampler]
+
+
+def breaches(records: Sequence[Step]) -> list[str]:
+    """What is wrong with the records of a job. A rank that is killed, or that the change reaches in `session.step()`,
+    has not recorded its step."""
     wrong = []
     by_step: dict[int, list[Step]] = defaultdict(list)
     for step in records:
@@ -205,47 +221,32 @@ def breaches(records: Sequence[Step], samples: int = SAMPLES) -> list[str]:
             wrong.append(f"step {number}: ranks differ")
         elif len({step.rank for step in steps}) != len(steps):
             wrong.append(f"step {number}: a rank has trained it twice")
-    steps_per_epoch = math.ceil(samples / BATCH)
-    epochs: dict[int, Counter[int]] = defaultdict(Counter)
-    unrecorded: Counter[int] = Counter()
-    for number, steps in by_step.items():
-        epoch = (number - 1) // steps_per_epoch
-        for step in steps:
-            epochs[epoch].update(step.samples)
-        unrecorded[epoch] += BATCH * (len(steps) < steps[0].world)
-    for epoch, seen in epochs.items():
-        if twice := [index for index, times in seen.items() if times > 1]:
-            wrong.append(f"epoch {epoch}: samples {twice[:5]} were trained more than once")
-        missing = samples - len(seen)
-        if epoch < max(epochs) and missing > unrecorded[epoch]:
-            wrong.append(f"epoch {epoch}: {missing} samples are missing")
+        elif not {index for step in steps for index in step.samples} <= expected(number):
+            wrong.append(f"step {number}: samples of another step")
+        elif len(steps) == steps[0].world and sum(len(step.samples) for step in steps) != len(expected(number)):
+            wrong.append(f"step {number}: {sum(len(step.samples) for step in steps)} samples")
     return wrong
 
 
 def many_changes(args: argparse.Namespace, rng: random.Random) -> dict[str, object]:
     """Kills in a row in one job, each once the job has its full size again; and what its records show."""
-    used: dict[int, list[dict[str, int]]] = defaultdict(list)
     with ChangedJob("in place", args, "--hashes") as job:
-        job.wait_for_steps(STEPS_BEFORE)
-        changes = []
+        spared = job.wait_for_steps(STEPS_BEFORE)[-1].pid
+        changes, used = [], []
         for number in range(args.changes):
-            changes.append(change(job, "in place", rng))
-            for pid in {step.pid for step in job.steps()[-20:]}:
-                with contextlib.suppress(OSError):
-                    used[pid].append(resources(pid))
+            changes.append(change(job, "in place", rng, spared))
+            used.append(resources(spared))
             if number % 10 == 9:
-                print(f"{number + 1} changes", file=sys.stderr, flush=True)
+                print(f"{number + 1} changes, {used[-1]}", file=sys.stderr, flush=True)
         records = job.steps()
-    longest = max(used.values(), key=len)
     return {
         "changes": len(changes),
         "gap_s": statistics.median(change.gap_s for change in changes),
         "worst_gap_s": max(change.gap_s for change in changes),
         "kept": sum(change.kept for change in changes),
         "breaches": breaches(records),
-        "first": longest[0],
-        "last": longest[-1],
-        "seen": len(longest),
+        "after 10": used[min(9, len(used) - 1)],
+        "last": used[-1],
     }
 
 
