@@ -39,10 +39,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run
 
 
-KINDS: list[tuple[Fault, list[str]]] = [
-    (Fault(1, 13, "SIGKILL"), []),
-    (Fault(1, 13, "raise ValueError"), []),
-    (Fault(1, 13, "stop"), ["--hang-floor", "1500ms", "--evidence-timeout", "1s"]),
+KINDS = [
+    pytest.param(Fault(1, 13, "SIGKILL"), [], id="killed"),
+    pytest.param(Fault(1, 13, "raise ValueError"), [], id="raised", marks=pytest.mark.system),
+    pytest.param(
+        Fault(1, 13, "stop"),
+        ["--hang-floor", "1500ms", "--evidence-timeout", "1s"],
+        id="hangs",
+        marks=pytest.mark.system,
+    ),
 ]
 
 
@@ -65,7 +70,7 @@ def kept(run: Job) -> list[int]:
     return [event["kept"] for event in run.events("group_started")]
 
 
-@pytest.mark.parametrize(("fault", "flags"), KINDS, ids=["killed", "raised", "hangs"])
+@pytest.mark.parametrize(("fault", "flags"), KINDS)
 def test_survivors_stay_and_the_run_is_the_same(job: StartJob, whole: Job, fault: Fault, flags: list[str]) -> None:
     run = train(job, whole, faults=[fault], flags=flags)
     assert [len({pid for *_, pid in steps(run, rank)}) for rank in range(3)] == [1, 2, 1]
@@ -74,6 +79,7 @@ def test_survivors_stay_and_the_run_is_the_same(job: StartJob, whole: Job, fault
     assert "did not leave" not in run.err, "a rank that hangs is not waited for"
 
 
+@pytest.mark.system
 def test_second_fault_before_the_first_step_gives_all_new_processes(job: StartJob, whole: Job) -> None:
     faults = [Fault(1, 13, "SIGKILL", 1), Fault(0, 13, "SIGKILL", 2), Fault(2, 20, "SIGKILL")]
     run = train(job, whole, faults=faults)
@@ -83,12 +89,14 @@ def test_second_fault_before_the_first_step_gives_all_new_processes(job: StartJo
     )
 
 
+@pytest.mark.system
 def test_rank_that_swallows_the_change_is_replaced(job: StartJob, whole: Job) -> None:
     run = train(job, whole, "--stubborn", "2", faults=[Fault(1, 13, "SIGKILL")])
     assert kept(run) == [0, 1]
     assert "round 1: rank 2 did not leave it within 1." in run.err
 
 
+@pytest.mark.system
 def test_lost_node_is_replaced(nodes: StartNodes, whole: Job, tmp_path: Path) -> None:
     """The other node's ranks wait in their processes meanwhile."""
     both, args = nodes("2"), ["--steps", str(STEPS)]
@@ -110,6 +118,7 @@ def test_lost_node_is_replaced(nodes: StartNodes, whole: Job, tmp_path: Path) ->
         assert trained[:12] == digests(whole, rank)[:12]
 
 
+@pytest.mark.system
 def test_node_that_leaves(nodes: StartNodes, tmp_path: Path) -> None:
     """The other node's ranks pause, and continue without it in their processes: no step is lost or repeated."""
     both = nodes("1:2")
