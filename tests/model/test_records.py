@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import WireError
+from elasticd_agent.hangs.explain import model as _explain_model  # noqa: F401 - its records are checked, too
 from elasticd_agent.model.codec import Document, Record
 from elasticd_agent.model.records import BudgetState, Failure, Member, NodeRecord, QuarantinedSlot, Round
 from elasticd_agent.model.reports import HangReport, RankReport

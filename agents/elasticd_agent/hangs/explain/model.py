@@ -6,11 +6,12 @@ Unknown numbers are -1, unknown texts "", unknown times 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from elasticd_agent.hangs.collector.record import RankEvidence
 from elasticd_agent.hangs.explain.flight import GroupComparison
 from elasticd_agent.hangs.stacks import ThreadStack
+from elasticd_agent.model.codec import MOST_SECONDS
 from elasticd_agent.model.phrases import listing, plural, ranges
 from elasticd_agent.model.reports import RecordedVerdict
 
@@ -22,6 +23,7 @@ EvidenceKind = Literal["hang", "suspicion", "dump"]
 class RankFacts(RankEvidence):
     """One rank: its evidence, under its node's report, with which the verdict was made, and what follows from both."""
 
+    FLOATS: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)
     node: str = ""
     slot: int = -1
     idle_s: float = -1.0
