@@ -221,6 +221,7 @@ def test_survivor_and_new_process_continue_as_undisturbed_run(make_owner: Callab
         assert {step: at for step, at in steps(before).items() if step in steps(member)} == steps(member)
 
 
+@pytest.mark.system
 def test_three_ranks_continue_as_after_restart_of_all(make_owner: Callable[[str], Owner]) -> None:
     owner = make_owner("stays")
     members = owner.start([None] * 3, {"faults": {1: [5, 1, "optimizer"]}})

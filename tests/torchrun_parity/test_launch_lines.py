@@ -73,7 +73,7 @@ def run(launcher: Sequence[str], nodes: Sequence[Node], out: Path, code: int) ->
     return [processes[number].returncode for number in range(len(nodes))], found
 
 
-@pytest.mark.parametrize("line", [static, operator])
+@pytest.mark.parametrize("line", [static, pytest.param(operator, marks=pytest.mark.system)])
 def test_nodes_with_ranks_are_in_their_order(line: Line, tmp_path: Path) -> None:
     nodes = [line(0), line(1)]
     codes, ranks = run(ELASTICD, nodes, tmp_path / "elasticd", 0)
