@@ -39,6 +39,7 @@ def each_sample_once(run: Job, epochs: int) -> bool:
     return sorted(seen) == [(epoch, sample) for epoch in range(epochs) for sample in range(1200)]
 
 
+@pytest.mark.system
 def test_survivors_continue_at_once_and_the_third_returns_without_a_restart(job: StartJob) -> None:
     run = job("stays.py", "", "6", **ELASTIC)
     run.step(20)

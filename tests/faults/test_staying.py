@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 KINDS = [
-    pytest.param(Fault(1, 13, "SIGKILL"), [], id="killed"),
+    pytest.param(Fault(1, 13, "SIGKILL"), [], id="killed", marks=pytest.mark.system),
     pytest.param(Fault(1, 13, "raise ValueError"), [], id="raised", marks=pytest.mark.system),
     pytest.param(
         Fault(1, 13, "stop"),
