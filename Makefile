@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-upstream test-frameworks test-cuda-build matrix test-gpu gpu-day check bench soak fuzz audit sbom lock fmt docs recording site clean
+.PHONY: help demo test test-system test-upstream test-frameworks test-cuda-build matrix test-gpu gpu-day check bench soak fuzz mutants audit sbom lock fmt docs recording site clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,11 +16,13 @@ CODE := $(wildcard elasticd agents docs tests examples benchmarks)
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-# One stamp stands for "the environment holds what pyproject.toml and constraints.txt ask for".
+# One stamp stands for "the environment holds what pyproject.toml and constraints.txt ask for". pip would compile every file,
+# one after the other; most are never imported.
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing elasticd and its tools into $(VENV) (first time: a few minutes, mostly torch)"
-	@tests/pip-install $(BIN)/python -c constraints.txt -e '.[dev,demo]'
+	@tests/pip-install $(BIN)/python --no-compile -c constraints.txt -e '.[dev,demo]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python3*/site-packages/torch || true
 	@touch $@
 
 demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come back; draws demo.png
@@ -28,7 +30,7 @@ demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come b
 
 test: check  ## everything CI runs: check, then the whole test suite
 	@tests/install-servers
-	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-system: $(READY)  ## the slow tests: variants of faults, several hosts, the service under a booted systemd; needs root
 	@tests/install-servers system
@@ -48,11 +50,12 @@ test-cuda-build: $(READY)  ## the CUDA builds of torch without a device: templat
 	done
 
 # What the frameworks ask for is not what elasticd needs; torch and elasticd are those of .venv.
-$(VENV)-frameworks/.ready: $(READY) tests/frameworks/requirements.txt
+$(VENV)-frameworks/.ready: $(READY) $(wildcard tests/frameworks/*.txt)
 	@test -x $(VENV)-frameworks/bin/python || $(BIN)/python -m venv --without-pip $(VENV)-frameworks
 	@for folder in $(VENV)-frameworks/lib/python3*/site-packages; do \
 	    echo "import site; site.addsitedir('$$(cd $(VENV)/$${folder#$(VENV)-frameworks/} && pwd)')" > $$folder/elasticd.pth; done
 	@tests/pip-install $(VENV)-frameworks/bin/python -r tests/frameworks/requirements.txt
+	@tests/pip-install $(VENV)-frameworks/bin/python --no-deps -r tests/frameworks/torchx.txt
 	@touch $@
 
 test-frameworks: $(VENV)-frameworks/.ready  ## Hugging Face Trainer, Accelerate, Lightning and torchdata themselves, killed and stopped
@@ -69,7 +72,7 @@ test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, 8 minutes for each class that 
 	    tests/pip-install $(BIN)/python -c constraints.txt -e '.[gpu]'; \
 	    ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
 
-gpu-day: $(READY)  ## what only a GPU can tell, 19 checks into gpu-day/report.md, 10 minutes a call; ON=fake tries the checks
+gpu-day: $(READY)  ## what only a GPU can tell, 23 checks into gpu-day/report.md, 10 minutes a call; ON=fake tries the checks
 	@$(NEEDS_GPU); $(BIN)/python benchmarks/gpu_day.py --on $(or $(ON),cuda)
 
 check: $(READY)  ## style, types, layers
@@ -81,11 +84,14 @@ check: $(READY)  ## style, types, layers
 bench: $(READY)  ## recovery time, start time and overhead, side by side with torchrun
 	@$(BIN)/python benchmarks/recovery.py
 
-soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store, 300 of agents with an adversary; needs root
-	@$(BIN)/python benchmarks/soak.py
+soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store, 300 of agents with an adversary; needs root; HOURS=N: faults for so long in all, continued after a stop
+	@$(BIN)/python $(if $(HOURS),-m benchmarks.long_soak --hours $(HOURS),benchmarks/soak.py)
 
 fuzz: $(READY)  ## mutated records, answers, requests, job files, evidence and whatever else comes from elsewhere, 2 minutes each; SECONDS=N, the corpus is in .fuzz
 	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),120)
+
+mutants: $(READY)  ## inverted operators in pure modules and in checkpoint code, N=48 of each; which do the unit tests miss? SEED=N, W='…' selects by path
+	@$(BIN)/python -m tests.mutants --number $(or $(N),48) $(if $(SEED),--seed $(SEED)) $(W)
 
 # Tools of their own environment: what they need is not what elasticd needs.
 $(VENV)-audit/.ready: Makefile

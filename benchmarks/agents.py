@@ -18,8 +18,7 @@ from dataclasses import replace
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.messages import RoundPublished
-from elasticd_agent.model.notices import Notice, PauseRequested
+from elasticd_agent.model.messages import Notice, PauseRequested, RoundPublished
 from elasticd_agent.model.records import Failure, NodeRecord
 from elasticd_agent.rendezvous.member import DriverFailed, MemberThread, RendezvousMember
 from elasticd_agent.rendezvous.membership_client import JobTerms

@@ -92,6 +92,7 @@ def breaches(evidence: SoakLogs) -> list[str]:
         one_group_at_a_time,
         resumes_come_from_the_chain,
         no_loser_is_resumed_from,
+        ranks_have_one_state,
         no_sample_lost_or_repeated,
         the_end_is_agreed_on,
         the_store_restarts_nobody,
@@ -218,6 +219,25 @@ def no_loser_is_resumed_from(evidence: SoakLogs) -> Iterator[str]:
         chain = _chain(begins, number)
         if before and max(before) not in chain:
             yield f"round {number} goes back to {chain[1:2] or 'nothing'}, past round {max(before)}"
+
+
+def ranks_have_one_state(evidence: SoakLogs) -> Iterator[str]:
+    """After a step all ranks have the same parameters, bit for bit."""
+    for (number, step), lines in evidence.trained().items():
+        if len({line.get("state") for line in lines}) > 1:
+            yield f"after step {step} of round {number} ranks differ"
+
+
+def steps_lost(evidence: SoakLogs) -> int:
+    """How many steps were trained again, which all ranks had finished: not the one that the fault interrupted."""
+    last: dict[int, int] = defaultdict(int)
+    for number, step in evidence.trained():
+        last[number] = max(last[number], step)
+    lost = 0
+    for number, begin in evidence.begins().items():
+        parent = max((older for older in last if older < number), default=0) if begin.parent is None else begin.parent
+        lost += max(0, last.get(parent, 0) - 1 - begin.step)
+    return lost
 
 
 def _chain(begins: Mapping[int, Begin], number: int) -> list[int]:

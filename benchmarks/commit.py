@@ -106,7 +106,7 @@ def without_writer(attached: dict[str, Any], device: Any) -> Any:
     from elasticd.checkpointing.at_fault.donor import Donor
 
     group = SimpleNamespace(rank=0, world_size=1, device=device)
-    saver: Any = SimpleNamespace(group=group, writer=None)
+    saver: Any = SimpleNamespace(group=group, writer=None, round=1)
     donor: Any = Donor(saver, attached, True)
     donor._committed = CommittedState(saver, attached, {}, donor._expect)
     donor._committed.reason_against = str

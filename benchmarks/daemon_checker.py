@@ -10,9 +10,11 @@ was left at the end. Everything happened on one machine, so times can be compare
 from __future__ import annotations
 
 import json
+import re
+import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from benchmarks import checker
 from benchmarks.attacker import ATTACKS, FILLED_S
 from benchmarks.checker import Line, Log
+from elasticd_daemon.api.local import MAX_SHOWN_ROUNDS
 
 SLOTS = 2
 SAMPLES = 600
@@ -32,13 +35,19 @@ _OF_A_JOB = (
     checker.one_group_at_a_time,
     checker.resumes_come_from_the_chain,
     checker.no_loser_is_resumed_from,
+    checker.ranks_have_one_state,
     checker.the_protocol_is_kept,
 )
 _OF_ITS_SUCCESS = (checker.no_sample_lost_or_repeated, checker.the_end_is_agreed_on)
-_HARMS = ("kill agent long", "kill both", "kill node", "stop agent", "drain", "full disk", "damaged file")
+_CUTS = ("link down", "cut peers", "cut from store")
+_HARMS = ("kill agent long", "kill both", "kill node", "stop agent", "drain", "full disk", "damaged file", *_CUTS)
+_LAST = ("full disk", *_CUTS)
 _REASONS = (
     "has succeeded", "cancelled", "drain", "SIGTERM", "pending", "submitted again", "without it", "is gone",
+    "slots on this node change",  # it was absent, and came back while the runner from before was still in its slot
 )  # fmt: skip
+_SHOWN_S = 10.0
+"""A running job's round is shown by then."""
 _EXCUSES_S = 60.0
 """A job whose agent is away leaves after 12 s, within 20 s; where no node of it is left, the next one reports it."""
 
@@ -72,6 +81,8 @@ class FleetLogs:
     """By the name of the journal: requests, observed, faults, signals, left, history, end."""
     attacks: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)
     """By the submission's number: what each hostile job tried."""
+    running: frozenset[int] | None = None
+    """Submissions that need not have ended yet; None: it is all over."""
 
     def of(self, journal: str, **having: object) -> list[Line]:
         return [line for line in self.notes.get(journal, ()) if having.items() <= line.items()]
@@ -93,12 +104,13 @@ def breaches(evidence: FleetLogs) -> list[str]:
         jobs_succeed,
         nobody_trains_after_the_end,
         only_the_killed_are_lost,
+        only_the_killed_die,
+        only_the_stopped_hang,
         nobody_is_sent_away_for_nothing,
         histories_are_whole,
         agents_leave_well,
-        nothing_is_left,
-        attacks_fail,
         agents_stay_small,
+        *((nothing_is_left, attacks_fail) if evidence.running is None else ()),
     )
     return found + [f"{check.__name__.replace('_', ' ')}: {breach}" for check in checks for breach in check(evidence)]
 
@@ -145,6 +157,8 @@ def no_node_trains_more_workers_than_slots(evidence: FleetLogs) -> Iterator[str]
 def no_submission_is_lost(evidence: FleetLogs) -> Iterator[str]:
     known = {(run.seq, run.number) for run in evidence.runs if run.endings}
     for line in evidence.of("requests", do="submit"):
+        if line["seq"] in (evidence.running or ()):
+            continue
         if line["code"] == 201 and (line["seq"], line["number"]) not in known:
             yield f"job {line['job']} was submitted as number {line['number']} and never ended"
 
@@ -185,6 +199,8 @@ def jobs_succeed(evidence: FleetLogs) -> Iterator[str]:
                 continue
             if ending["outcome"] != "succeeded" and not (ending["outcome"] == "cancelled" and run.job in cancelled):
                 yield f"{run.name} has {ending['outcome']}: {ending['reason']}"
+            if "exit_code" in ending and (ending["exit_code"] == 0) != (ending["outcome"] == "succeeded"):
+                yield f"{run.name} has {ending['outcome']} with exit code {ending['exit_code']}"
 
 
 def nobody_trains_after_the_end(evidence: FleetLogs) -> Iterator[str]:
@@ -228,6 +244,29 @@ def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
                     yield f"{run.name} lost {node} in round {number}, without a fault there: {event['reason']}"
 
 
+def only_the_killed_die(evidence: FleetLogs) -> Iterator[str]:
+    """A worker that ends by a signal got it here, or from its agent."""
+    killed = {line["pid"] for line in evidence.of("signals")}
+    for run in evidence.runs:
+        for log in run.evidence.logs:
+            for event in log.of("worker_exited"):
+                if event.get("signal") and not event["requested"] and event["pid"] not in killed and not run.hostile:
+                    yield f"{run.name}: {event['reason']} (pid {event['pid']} on {log.node}), without a fault"
+
+
+def only_the_stopped_hang(evidence: FleetLogs) -> Iterator[str]:
+    """A job is only found to hang while one of its processes is stopped, or a node cut off."""
+    for run in evidence.runs:
+        for log in run.evidence.logs:
+            for event in log.of("hang_detected"):
+                done = [line for line in evidence.of("signals") if line["signal"] == signal.SIGSTOP]
+                done += [line for line in evidence.of("faults") if line["what"] in _CUTS]
+                if not run.hostile and not any(
+                    event["mono"] - _EXCUSES_S < one["mono"] < event["mono"] for one in done
+                ):
+                    yield f"{run.name}: {event['reason']}, without a fault"
+
+
 def _last_seen(run: Run, node: str, until: float) -> float:
     """When the job's runner there last wrote an event: a job that waits for nodes notices its loss much later."""
     times = [event["mono"] for log in run.evidence.logs if log.node == node for event in log.events]
@@ -240,7 +279,8 @@ def _hurt(evidence: FleetLogs, node: str, since: float, until: float) -> bool:
     done += [line for line in evidence.of("faults") if line["what"] in _HARMS and node in line["detail"].split()]
 
     def over(line: Line) -> float:
-        return float(line["mono"]) + (float(line["detail"].split()[2]) if line.get("what") == "full disk" else 0.0)
+        lasts = re.search(r" for ([\d.]+) s", line["detail"]) if line.get("what") in _LAST else None
+        return float(line["mono"]) + (float(lasts[1]) if lasts else 0.0)
 
     return any(line["mono"] <= until and over(line) >= since for line in done)
 
@@ -254,14 +294,18 @@ def nobody_is_sent_away_for_nothing(evidence: FleetLogs) -> Iterator[str]:
 
 
 def histories_are_whole(evidence: FleetLogs) -> Iterator[str]:
-    """What is shown of a job has all of its rounds, each with a reason."""
+    """What is shown of a job has its newest rounds, each with a reason, but those that only silent nodes know."""
     for line in evidence.of("history"):
         run = next((run for run in evidence.runs if (run.job, run.number) == (line["job"], line["number"])), None)
         if run is None or run.hostile:
             continue
-        there = set(run.evidence.rounds())
+        has_ended = any(ending["mono"] < line["mono"] for ending in run.endings)
+        until = float("inf") if has_ended else line["mono"] - _SHOWN_S
+        told = [log for log in run.evidence.logs if log.node not in line.get("unreachable", ())]
+        there = {event["round"] for log in told for event in log.of("round_published") if event["mono"] < until}
         shown = {one["round"]: one["reason"] for one in line["rounds"]}
-        if missing := sorted(there - shown.keys())[-100:]:
+        first = min(shown) if len(shown) >= MAX_SHOWN_ROUNDS else 0
+        if missing := sorted(number for number in there - shown.keys() if number > first):
             yield f"{run.name} had rounds {missing}, which its history does not show"
         for number, reason in shown.items():
             if not reason and not run.lossy:
@@ -305,8 +349,12 @@ def agents_stay_small(evidence: FleetLogs) -> Iterator[str]:
 # ---- reading
 
 
-def read(work: Path, samples: int = SAMPLES) -> FleetLogs:
+def read(
+    work: Path, samples: int = SAMPLES, judged: Collection[int] = (), running: Collection[int] | None = None
+) -> FleetLogs:
+    """`judged`: submissions that are left out; `running`: those that need not have ended."""
     notes = {path.stem: tuple(checker.lines(path)) for path in work.glob("*.jsonl")}
+    notes["requests"] = tuple(line for line in notes.get("requests", ()) if line["seq"] not in judged)
     full = [
         (node, line["mono"], line["mono"] + float(seconds))
         for line in notes.get("faults", ())
@@ -347,7 +395,7 @@ def read(work: Path, samples: int = SAMPLES) -> FleetLogs:
         ended = min((e["mono"] for e in endings), default=float("inf"))
         was_full = any(_may_lack_lines([log for log in logs if log.node == node], ended, *span) for node, *span in full)
         runs.append(Run(job, number, line["seq"], line["steps"], evidence, endings, spoilt, was_full))
-    return FleetLogs(tuple(runs), agents, notes, attacks)
+    return FleetLogs(tuple(runs), agents, notes, attacks, None if running is None else frozenset(running))
 
 
 def _logs(nodes: Path, node: str, job: str, number: int, agent: Iterable[Line], lossy: Iterable[str]) -> Iterator[Log]:

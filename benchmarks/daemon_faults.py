@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from benchmarks.daemon_fleet import ADOPT_S, Fleet, helpers
 from tests.daemon.node import AgentNode
 from tests.faults.job import comm_of
+from tests.multihost.net import Host
 
 LEAVES_S = 120.0
 
@@ -36,6 +37,7 @@ class FleetFaults:
     fleet: Fleet
     rng: random.Random
     lasts_s: tuple[float, float]
+    spared: str = ""
     cordoned: set[str] = field(default_factory=set)
     _later: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
@@ -59,6 +61,7 @@ class FleetFaults:
             "kill worker": self._kill_worker,
             "kill helper": self._kill_helper,
             "kill node": self._kill_node,
+            "pause worker": self._pause_worker,
             "pause agent": self._pause_agent,
             "freeze node": self._freeze_node,
             "kill agent twice": self._kill_agent_twice,
@@ -75,6 +78,12 @@ class FleetFaults:
             "submit twice": self._submit_twice,
             "damaged file": self._damage,
         }
+        if self.fleet.hosts:
+            kinds |= {
+                "link down": self._link_down,
+                "cut peers": self._cut_peers,
+                "cut from store": self._cut_from_store,
+            }
         if self.fleet.disk is not None:
             kinds["full disk"] = self._fill
         if self.fleet.adversary is not None:
@@ -99,9 +108,12 @@ class FleetFaults:
 
     # --- whom -----------------------------------------------------------------------------------------------------
 
-    def _well(self) -> AgentNode | None:
-        """A node that nothing is done to at the moment."""
-        names = [name for name in self.fleet.nodes if name not in self._hurt and self.fleet.running(name)]
+    def _well(self, *, ends: bool = True) -> AgentNode | None:
+        """A node that nothing is done to at the moment. `ends`: what is done may end processes, which one node's are
+        spared.
+        """
+        others = self._hurt | {self.spared} if ends else self._hurt
+        names = [name for name in self.fleet.nodes if name not in others and self.fleet.running(name)]
         return self.fleet.nodes[self.rng.choice(names)] if names else None
 
     def _runner(self) -> tuple[AgentNode, str, int] | None:
@@ -164,6 +176,23 @@ class FleetFaults:
         return f"{job} on {node.name}, back after {seconds:.1f} s"
 
     def _kill_worker(self) -> str | None:
+        if (found := self._worker()) is None:
+            return None
+        node, job, pid = found
+        self._signal(pid, signal.SIGKILL, node.name)
+        return f"of {job} on {node.name} (pid {pid})"
+
+    def _pause_worker(self) -> str | None:
+        """Long enough for a verdict, sometimes, which kills it."""
+        if (found := self._worker()) is None:
+            return None
+        node, job, pid = found
+        seconds = self._some_time()
+        self._signal(pid, signal.SIGSTOP, node.name)
+        self._after(seconds, lambda: self._signal(pid, signal.SIGCONT, node.name))
+        return f"of {job} on {node.name} (pid {pid}) for {seconds:.1f} s"
+
+    def _worker(self) -> tuple[AgentNode, str, int] | None:
         if (found := self._runner()) is None:
             return None
         node, job, _ = found
@@ -171,11 +200,7 @@ class FleetFaults:
         own = node.processes()  # a hostile job may have written other pids
         groups = node.job_events(name, "group_started", int(number))
         pids = [pid for group in groups[-1:] for pid in group.get("pids", ()) if pid in own]
-        if not pids:
-            return None
-        pid = self.rng.choice(pids)
-        self._signal(pid, signal.SIGKILL, node.name)
-        return f"of {job} on {node.name} (pid {pid})"
+        return (node, job, self.rng.choice(pids)) if pids else None
 
     def _kill_helper(self) -> str | None:
         """The owner, the template, the round's store, or what is parked."""
@@ -203,7 +228,7 @@ class FleetFaults:
         return f"{node.name} for {seconds:.1f} s"
 
     def _pause_agent(self) -> str | None:
-        if (node := self._well()) is None:
+        if (node := self._well(ends=False)) is None:
             return None
         seconds = self._some_time()
         node.signal(signal.SIGSTOP)
@@ -309,6 +334,51 @@ class FleetFaults:
         self._after(seconds, go_on)
         return f"for {seconds:.1f} s"
 
+    def _link_down(self) -> str | None:
+        if (node := self._well()) is None:
+            return None
+        host = self._host(node.name)
+        host.link(up=False)
+        return self._cut_off([node.name], lambda: host.link(up=True))
+
+    def _cut_peers(self) -> str | None:
+        a = self._well()
+        b = self._well()
+        if a is None or b is None or a is b:
+            return None
+        return self._cut(self._host(a.name), self._host(b.name), [a.name, b.name])
+
+    def _cut_from_store(self) -> str | None:
+        if (node := self._well()) is None:
+            return None
+        return self._cut(self._host(node.name), self.fleet.hosts[-1], [node.name])
+
+    def _cut(self, a: Host, b: Host, names: list[str]) -> str:
+        """Both ways, or what `a` sends, or what `b` sends."""
+        ways = self.rng.choice(((a, b), (a,), (b,)))
+        for host in ways:
+            host.cut(b if host is a else a)
+
+        def heal() -> None:
+            a.heal(b)
+            b.heal(a)
+
+        return self._cut_off(names, heal) + f", {len(ways)} ways"
+
+    def _cut_off(self, names: list[str], heal: Callable[[], None]) -> str:
+        seconds = self._some_time()
+        self._hurt.update(names)
+
+        def over() -> None:
+            heal()
+            self._hurt.difference_update(names)
+
+        self._after(seconds, over)
+        return f"{' '.join(names)} for {seconds:.1f} s"
+
+    def _host(self, name: str) -> Host:
+        return self.fleet.hosts[list(self.fleet.nodes).index(name)]
+
     def _submit_without_store(self) -> str | None:
         if self._store(self._some_time()) is None:
             return None
@@ -316,7 +386,7 @@ class FleetFaults:
         return f"{one.job}: {'refused' if one.refused else one.number or 'unknown'}"
 
     def _cordon(self, how: str) -> str | None:
-        if (node := self._well()) is None or len(self.cordoned) > 1:
+        if (node := self._well(ends=how == "drain")) is None or len(self.cordoned) > 1:
             return None
         code, _ = self.fleet.request("POST", f"/v1/nodes/{node.name}/{how}")
         self.cordoned.add(node.name)  # the answer may have been lost
@@ -329,7 +399,7 @@ class FleetFaults:
             self.cordoned.discard(name)
 
     def _cancel(self) -> str | None:
-        known = [one for one in self.fleet.unfinished() if one.number]
+        known = [one for one in self.fleet.unfinished() if one.number and not one.long]
         if not known:
             return None
         one = self.rng.choice(known)

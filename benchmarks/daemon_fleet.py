@@ -17,7 +17,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from tests.daemon.node import AgentNode
 from tests.etcd import EtcdServers, free_ports
 from tests.faults.job import REPOSITORY, SCRIPTS
 from tests.multihost.cluster import LINEAGE
+from tests.multihost.net import Host
 
 SLOTS = 2
 ADOPT_S = 12
@@ -44,6 +45,8 @@ SAMPLES = 600
 DISK_MB = 24
 STEPS = (60, 300)
 """A job has so many, of some 20 ms, and starts in a few seconds."""
+LONG_PAUSE_S = 0.25
+"""A long job's steps are rare: its record is read again and again."""
 MOST_MEMORY = 150_000_000
 """Bytes of an agent, which has 55 to 85 MB without an adversary."""
 MOST_KEYS = 20
@@ -52,6 +55,17 @@ _LOOK_S = 0.25
 _STORE_S = 5.0
 """A busy etcd takes a second to check a password."""
 _TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+def small_disk(work: Path, node: str) -> Path | None:
+    """A small file system as the state directory of that node, which can be filled; None: that needs root.
+
+    Hosts see what is mounted before them.
+    """
+    state = work / "nodes" / node / "state"
+    state.mkdir(0o700, parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none", str(state)]
+    return state if subprocess.run(mount, capture_output=True).returncode == 0 else None
 
 
 class FleetJournal:
@@ -77,6 +91,7 @@ class SubmittedJob:
     refused: bool = False
     cancelled: bool = False
     over: bool = False
+    long: bool = False  #: it trains beside the others, for hours
 
 
 @dataclass(eq=False)
@@ -92,6 +107,8 @@ class Fleet:
     submissions: dict[int, SubmittedJob] = field(default_factory=dict)
     disk: Path | None = None
     adversary: Adversary | None = None
+    hosts: Sequence[Host] = ()
+    """A network of its own for each node; none: all on loopback."""
     _over: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
     _endings: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -104,7 +121,7 @@ class Fleet:
         self._own = random.Random(self.seed)  # jobs are the same whatever strikes
         self.work.chmod(0o711)
         self._ports = free_ports(self.count)
-        store: dict[str, Any] = {"backend": "etcd", "endpoints": [f"127.0.0.1:{self.etcd.port}"]}
+        store: dict[str, Any] = {"backend": "etcd", "endpoints": [":".join(map(str, self.etcd.endpoints[0]))]}
         python = None
         if self.adversary is not None:
             secret = self.work / "password"
@@ -115,28 +132,26 @@ class Fleet:
         for number in range(1, self.count + 1):
             name = f"n{number}"
             root = self.work / "nodes" / name
-            root.mkdir(parents=True)
+            root.mkdir(parents=True, exist_ok=True)
+            address = self.hosts[number - 1].address if self.hosts else "127.0.0.1"
             self.nodes[name] = AgentNode(
                 root,
                 name,
                 f"{_MARK}={self.seed}-{os.getpid()}-{name}",
                 slots=SLOTS,
                 store=store,
-                local_addr="127.0.0.1",
+                local_addr=address,
                 adopt_timeout=f"{ADOPT_S}s",
                 drain_timeout="20s",
-                http={"port": self._ports[number - 1], "token_file": token},
+                http={"bind": address, "port": self._ports[number - 1], "token_file": token},
                 # A full disk must not quarantine a node here, and faults are injected ones.
                 health={"all_reduce": False, "disk_free_min": 0, "strikes": 1_000_000},
             )
+            if self.hosts:
+                self.nodes[name].popen = self.hosts[number - 1].popen
             if python is not None:
                 self.nodes[name].python, path = python
                 self.nodes[name].path += path
-        state = self.nodes[f"n{self.count}"].state
-        state.mkdir(mode=0o700)
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none", str(state)]
-        if subprocess.run(mount, capture_output=True).returncode == 0:  # needs root
-            self.disk = state
 
     # --- its life -------------------------------------------------------------------------------------------------
 
@@ -206,14 +221,23 @@ class Fleet:
         """Jobs that may have been submitted and whose end was not observed."""
         return [one for one in self.submissions.values() if not one.refused and not one.over]
 
-    def submit(self) -> SubmittedJob:
-        """Submit a job, as the command does: tried again with the same token where the answer is lost."""
+    def submit(self, long_steps: int = 0) -> SubmittedJob:
+        """Submit a job, as the command does: tried again with the same token where the answer is lost.
+
+        With `long_steps` one of so many, whose ranks stay in their processes, with a spare.
+        """
         rng = self._own
         few, many = rng.choice(((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)))
         workers = rng.choice((1, 1, 2))
         drawn = rng.randrange(*self.steps)
+        stays = rng.random() < 0.5
         seq = len(self.submissions) + 1
-        one = self.submissions[seq] = SubmittedJob(seq, f"j{seq % 7}", drawn)
+        if any(one.long for one in self.submissions.values()):
+            workers = 1  # the long job leaves one slot of each node
+        if long_steps:
+            few, many, workers, drawn, stays = 2, 3, 1, long_steps, True
+        one = SubmittedJob(seq, "long" if long_steps else f"j{seq % 7}", drawn, long=bool(long_steps))
+        self.submissions[seq] = one
         folder = self.work / "jobs" / str(seq)
         folder.mkdir(parents=True)
         (folder / "faults.json").write_text("[]")
@@ -228,8 +252,9 @@ class Fleet:
             "checkpoint_dir": str(folder / "checkpoints"),
             "max_restarts": 1_000_000,
             "node_cooloff": 0,
+            "spares": int(one.long),
         }
-        spec["command"] += ["--pause", "0.015"]
+        spec["command"] += ["--pause", str(LONG_PAUSE_S if one.long else 0.015), *(["--stay"] if stays else [])]
         if self.adversary is not None:
             spec["user"] = self.adversary.user(seq)
             path += python[1] if (python := python_of_others()) else []
@@ -262,7 +287,7 @@ class Fleet:
         one.number = int(answer.get("number", 0))
         self.journal.write(
             "requests", do="submit", seq=one.seq, job=one.job, steps=one.steps, number=one.number, code=code,
-            hostile=self.adversary is not None and self.adversary.is_hostile(one.seq),
+            hostile=self.adversary is not None and self.adversary.is_hostile(one.seq), long=one.long,
             began=began, answer=str(answer)[:300],
         )  # fmt: skip
 
@@ -274,14 +299,20 @@ class Fleet:
         self.journal.write("requests", do="cancel", job=one.job, code=code, answer=answer, seq=one.seq)
         return code, answer
 
+    def recorded(self, one: SubmittedJob) -> int:
+        """Bytes of what its ranks have written about their steps."""
+        record = self.work / "jobs" / str(one.seq) / "record"
+        return record.stat().st_size if record.exists() else 0
+
     def histories(self) -> None:
         """What is shown of every job's newest run."""
         newest = {one.job: one for one in self.submissions.values() if one.number}
         for one in newest.values():
             code, answer = self.request("GET", f"/v1/jobs/{one.job}")
             progress = answer.get("progress") or {}
+            rounds, silent = progress.get("rounds", []), list(progress.get("unreachable", ()))
             self.journal.write(
-                "history", job=one.job, number=answer.get("number"), code=code, rounds=progress.get("rounds", [])
+                "history", job=one.job, number=answer.get("number"), code=code, rounds=rounds, unreachable=silent
             )
 
     def request(
@@ -313,6 +344,16 @@ class Fleet:
                 holder = alive.lock_owner(folder / "lock")
                 found[job, int(number)] = 0 if holder is None else holder.pid
         return found
+
+    def left_of_ended(self) -> list[str]:
+        """Processes of jobs whose end was observed."""
+        over = {f"WORK={self.work / 'jobs' / str(one.seq)}" for one in self.submissions.values() if one.over}
+        return [
+            f"{name}: {comm} (pid {pid})"
+            for name, node in self.nodes.items()
+            for pid, comm in node.processes().items()
+            if not over.isdisjoint(environment(pid))
+        ]
 
     def _folders(self, name: str) -> list[Path]:
         try:
@@ -396,6 +437,7 @@ class Fleet:
                 job=result.job,
                 number=result.number,
                 outcome=result.outcome,
+                exit_code=result.exit_code,
                 reason=result.reason,
             )
         for one in self.submissions.values():
@@ -417,6 +459,13 @@ def _slots(folder: Path) -> tuple[int, ...]:
         return read_spec(JobFiles(folder)).slots
     except (OSError, WireError):
         return ()
+
+
+def environment(pid: int) -> list[str]:
+    try:
+        return Path("/proc", str(pid), "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def _state(pid: int) -> str:

@@ -13,6 +13,7 @@ import argparse
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from pathlib import Path
 from benchmarks import daemon_adversary, daemon_checker
 from benchmarks.daemon_adversary import Adversary
 from benchmarks.daemon_faults import FleetFaults, FleetStuck
-from benchmarks.daemon_fleet import STEPS, Fleet, SubmittedJob
+from benchmarks.daemon_fleet import STEPS, Fleet, SubmittedJob, small_disk
 from elasticd.errors import StoreUnavailable
 from tests.etcd import etcd_servers
 
@@ -30,8 +31,6 @@ CALM = 25
 """Faults until everything must recover, and every submitted job must end."""
 CALM_S = 150.0
 """Until all jobs have ended once nothing strikes any more; what takes longer is stuck. The machine may be busy."""
-UNENDED = 4
-_BETWEEN_S = (0.1, 2.5)
 _POISONED = 0.3
 """How many of the faults have a poisoned record beside them."""
 
@@ -43,21 +42,30 @@ class FleetSoak:
     fleet: Fleet
     faults: FleetFaults
     say: Say
+    between_s: tuple[float, float] = (0.1, 2.5)
+    unended: int = 4
+    long_steps: int = 0
+    """There is always one job of so many."""
+    at_calm: Callable[[], None] = lambda: None
+    stop: threading.Event = field(default_factory=threading.Event)
     count: int = 0
     struck: Counter[str] = field(default_factory=Counter)
 
-    def run(self, faults: int, limit_s: float) -> None:
+    def run(self, faults: float, limit_s: float) -> None:
         """So many, or as many as there is time for. Raises Stuck."""
         until = time.monotonic() + limit_s
-        while self.count < faults and time.monotonic() < until:
+        while self.count < faults and time.monotonic() < until and not self.stop.is_set():
             self.strike()
             if self.count % CALM == 0:
                 self.calm()
-        self.calm()
+        self.calm(last=True)
 
     def strike(self, *names: str) -> None:
         """One fault, of these if any are named, that is possible now; jobs are submitted meanwhile."""
-        while len(self.fleet.unfinished()) < UNENDED:
+        unfinished = self.fleet.unfinished()
+        if self.long_steps and not any(one.long for one in unfinished):
+            self.fleet.submit(self.long_steps)
+        for _ in range(self.unended - sum(not one.long for one in unfinished)):
             self.fleet.submit()
         kinds = self.faults.kinds()
         until = time.monotonic() + CALM_S
@@ -73,10 +81,12 @@ class FleetSoak:
             self.struck["poison"] += 1
             self.fleet.journal.write("faults", what="poison", number=self.count, detail=also)
             self.say(f"     also poison      {also}")
-        self.faults.wait(self.faults.rng.uniform(*_BETWEEN_S))
+        self.faults.wait(self.faults.rng.uniform(*self.between_s))
 
-    def calm(self) -> None:
-        """Everything is mended, and every job comes to its end. Raises Stuck."""
+    def calm(self, *, last: bool = False) -> None:
+        """Everything is mended, and every job comes to its end; a long one trains, and is cancelled at last. Raises
+        Stuck.
+        """
         deadline = time.monotonic() + CALM_S
         while self.faults.last:
             self.faults.wait(0.1)
@@ -87,7 +97,15 @@ class FleetSoak:
                     f"faults do not end: {self.faults.pending()}; cordoned: {sorted(self.faults.cordoned)}"
                 )
         began = time.monotonic()
-        while left := self.fleet.unfinished():
+        trained = {one.seq: self.fleet.recorded(one) for one in self.fleet.unfinished() if one.long}
+        while left := [
+            one
+            for one in self.fleet.unfinished()
+            if last or not one.long or self.fleet.recorded(one) == trained.get(one.seq)
+        ]:
+            for one in left:
+                if last and one.long and one.number and not one.cancelled:
+                    self.fleet.cancel(one)
             self.faults.wait(0.2)
             for name in self.fleet.nodes:
                 if not self.fleet.running(name):
@@ -95,8 +113,13 @@ class FleetSoak:
             if time.monotonic() > began + CALM_S:
                 raise FleetStuck("; ".join(self._told(one) for one in left))
             self._settle(left)
+        while remains := self.fleet.left_of_ended():
+            self.faults.wait(0.5)
+            if time.monotonic() > began + CALM_S:
+                raise FleetStuck(f"left of jobs that have ended: {', '.join(remains)}")
         self.fleet.histories()
         self.say(f"     calm: all jobs have ended after {time.monotonic() - began:.1f} s")
+        self.at_calm()
 
     def _settle(self, left: list[SubmittedJob]) -> None:
         """A job whose submission was uncertain: the store has the answer now."""
@@ -137,7 +160,8 @@ def soak(
     stuck: list[str] = []
     with etcd_servers() as etcd:
         adversary = Adversary(work, etcd, random.Random(seed)) if hostile else None
-        fleet = Fleet(work, etcd, nodes, seed, steps, adversary=adversary)
+        disk = small_disk(work, f"n{nodes}")
+        fleet = Fleet(work, etcd, nodes, seed, steps, disk=disk, adversary=adversary)
         run = FleetSoak(fleet, FleetFaults(fleet, random.Random(seed), lasts_s), say)
         try:
             fleet.start()

@@ -5,9 +5,9 @@
 In a disturbed block the job saves every so many seconds, and a random rank gets a SIGKILL (0: none); in the block after
 it nothing is saved. Blocks begin and end with a step. Reported for each way of saving: distinct steps a second in the
 disturbed blocks over those in the undisturbed block of the same cycle, as median (least to most), since one job's rate
-changes by more from minute to minute than saving costs; steps trained twice; kills. The ways: elasticd, torchrun with a
-synchronous torch.save, torchrun with DCP's async_save. A cycle takes `--disturbed` (or the time between kills) and
-`--undisturbed` seconds.
+changes by more from minute to minute than saving costs; steps trained twice; kills. The ways: elasticd, with and
+without a spare and ranks that stay, torchrun with a synchronous torch.save, torchrun with DCP's async_save. A cycle
+takes `--disturbed` (or the time between kills) and `--undisturbed` seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What only a device can tell, measured in one go: nineteen checks, each with an expectation, into gpu-day/report.md.
+"""What only a device can tell, measured in one go: 23 checks, each with an expectation, into gpu-day/report.md.
 
     python benchmarks/gpu_day.py [--on cuda|fake] [--seconds 600] [--again]
 
@@ -57,6 +57,10 @@ CHECKS = (
     Check("tests-nccl2", "the same", 480, (*GPU_TESTS, "not does_not_come and nccl2"), nccl2=True),
     Check("state", "10 GB to the processor and back at the speed of the bus", 240),
     Check("recovery", "kill to next step, by part: below 12 s with a small state", 400),
+    Check("abort", "a wait ends within a second of the abort, and the next group works", 240),
+    Check("in_place", "every step is equal, bit for bit, and both survivors stayed", 300),
+    Check("compiled", "the survivor has compiled as many frames as before", 300),
+    Check("change", "kill to next step of a survivor, by part: below 2 s", 200),
     Check("donors", "no step differs after 20 kills", 240, DONORS),
     Check("nvml", "readable without root", 30),
     Check("suspend", "torch offers suspend and resume of a communicator", 60),

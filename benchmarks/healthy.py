@@ -1,4 +1,4 @@
-"""Jobs that wait and are healthy, each with a session and without one, under the default policy: counts kills.
+"""Jobs that wait and are healthy, each with a session, in session.run() and without: counts kills by default policy.
 
 The jobs are those of tests/hangs/healthy.py, at full length. Those that mostly sleep run several at a time. It prints a
 table in markdown, writes all results as JSON, and ends with 1 if a job was killed more often than its row allows, or
@@ -23,9 +23,9 @@ from benchmarks import report
 from benchmarks.processes import adopt_orphans, end_all, end_at_once
 from benchmarks.recovery import as_plain, numbered, say
 from tests.hangs import harms
-from tests.hangs.healthy import HEALTHY, QUICK, HealthyOutcome, HealthyWait, observe
+from tests.hangs.healthy import HEALTHY, QUICK, SCRIPT_KINDS, HealthyOutcome, HealthyWait, observe
 
-Run = tuple[HealthyWait, bool]
+Run = tuple[HealthyWait, str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,10 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.only or any(part in wait.name for part in args.only)
     ]
     skipped = {wait.name: why for wait in waits if (why := wait.missing())}
-    sessions = [name == "session" for name in args.scripts]
     runs: list[Run] = [
-        (wait, session)
-        for wait, session, _ in itertools.product(waits, sessions, range(args.repetitions))
+        (wait, script)
+        for wait, script, _ in itertools.product(waits, args.scripts, range(args.repetitions))
         if wait.name not in skipped
     ]
     try:
@@ -66,8 +65,8 @@ def run_all(runs: Sequence[Run], at_once: int, keep: Path | None, flags: Sequenc
         folders = numbered(keep or Path(scratch))
 
         def one(task: tuple[int, Run, Path]) -> HealthyOutcome:
-            number, (wait, session), folder = task
-            outcome = observe(wait, session, folder, flags)
+            number, (wait, script), folder = task
+            outcome = observe(wait, script, folder, flags)
             say(f"{number}/{len(runs)}: {_line(outcome)} {folder if keep else ''}")
             return outcome
 
@@ -81,11 +80,10 @@ def run_all(runs: Sequence[Run], at_once: int, keep: Path | None, flags: Sequenc
 
 
 def _line(outcome: HealthyOutcome) -> str:
-    how = "session" if outcome.session else "plain"
     what = f"{len(outcome.killed)} kills" if outcome.killed else "no kill"
     what += f", {outcome.reported} reports, {outcome.restarts} restarts"
     lines = [
-        f"{'ok' if outcome.ok else 'WRONG'}: {outcome.name} ({how}): {what}, "
+        f"{'ok' if outcome.ok else 'WRONG'}: {outcome.name} ({outcome.script}): {what}, "
         f"exit code {outcome.code}, {outcome.wall_s:.0f} s, {outcome.cpu_s:.0f} s of CPU {outcome.wrong}"
     ]
     return "\n    ".join([*lines, *outcome.killed])
@@ -95,16 +93,16 @@ def table(outcomes: Sequence[HealthyOutcome]) -> str:
     """Rows: jobs; of all their runs."""
     head = "| | script | runs | kills (allowed) | reported | lost | exit codes | wall, s | CPU, s |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|"]
-    rows: dict[tuple[str, bool], list[HealthyOutcome]] = {}
+    rows: dict[tuple[str, str], list[HealthyOutcome]] = {}
     for outcome in outcomes:
-        rows.setdefault((outcome.name, outcome.session), []).append(outcome)
-    for (name, session), found in rows.items():
+        rows.setdefault((outcome.name, outcome.script), []).append(outcome)
+    for (name, script), found in rows.items():
         kills, allowed = sum(len(one.killed) for one in found), sum(one.allowed for one in found)
         codes = ", ".join(sorted({str(one.code) for one in found}))
         reported, lost = sum(one.reported for one in found), sum(one.lost for one in found)
         wall, cpu = max(one.wall_s for one in found), max(one.cpu_s for one in found)
         lines.append(
-            f"| {name} | {'session' if session else 'plain'} | {len(found)} | {kills} ({allowed}) "
+            f"| {name} | {script} | {len(found)} | {kills} ({allowed}) "
             f"| {reported} | {lost} | {codes} | {wall:.0f} | {cpu:.0f} |"
         )
     return "\n".join(lines)
@@ -125,7 +123,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=1, help="of every job (default %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="jobs with one of these in their names")
     parser.add_argument("--quick", action="store_true", help="only jobs that wait for less than 20 s")
-    parser.add_argument("--scripts", nargs="+", choices=["session", "plain"], default=["session", "plain"])
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPT_KINDS, default=["session", "plain"])
     parser.add_argument("--busy", action="store_true", help="beside two busy loops a core")
     parser.add_argument("--at-once", type=int, default=12, help="jobs that mostly sleep (default %(default)s)")
     parser.add_argument("--keep", type=Path, help="an empty directory for the jobs' files")

@@ -47,12 +47,13 @@ class DeadlineMissed(Exception):
 class Figures:
     """Seconds, and store requests and bytes per node, of one step of a job's life.
 
-    `cpu_s` is what all agents used of this machine, `rounds` how many Rounds it took; more than one is a detour, and
-    `why` has the reason of each.
+    `cpu_s` is what all agents used of this machine, `etcd_cpu_s` what etcd did; `rounds` is how many Rounds it took:
+    more than one is a detour, and `why` has the reason of each.
     """
 
     seconds: float
     cpu_s: float
+    etcd_cpu_s: float
     rounds: int
     requests: float
     sent: float
@@ -75,10 +76,9 @@ class SizeResult:
 class Agents:
     """All agents of one job, spread over processes; their reports arrive in one queue."""
 
-    def __init__(
-        self, store: str, endpoint: tuple[str, int], job: str, count: int, deadline_s: float, lease_s: float
-    ) -> None:
-        self._store, self._endpoint = store, endpoint
+    def __init__(self, store: str, endpoint: Endpoint, job: str, count: int, deadline_s: float, lease_s: float) -> None:
+        self._store, self._endpoint, self._etcd = store, endpoint.address, endpoint.etcd
+        host, port = endpoint.address
         self.deadline_s = deadline_s
         self.reports: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self.alive = [f"n{i}" for i in range(count)]
@@ -89,7 +89,7 @@ class Agents:
         processes = min(max(PROCESSES, count // TOGETHER), count)
         spread = [self.alive[i::processes] for i in range(processes)]
         # All of them at first: min = max. Afterwards fewer are enough, or none could be lost.
-        base = [sys.executable, "-m", "benchmarks.agents", store, endpoint[0], str(endpoint[1]), job, "1", str(count)]
+        base = [sys.executable, "-m", "benchmarks.agents", store, host, str(port), job, "1", str(count)]
         base.append(str(lease_s))
         self._processes = [
             subprocess.Popen([*base, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for names in spread
@@ -194,13 +194,10 @@ class Agents:
         )
         return requests, sent, received
 
-    def cpu_s(self) -> float:
-        """Processor seconds of all agents so far."""
-        ticks = 0
-        for process in self._processes:
-            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+    def cpu_s(self) -> tuple[float, float]:
+        """Processor seconds of all agents so far, and of etcd."""
+        agents = sum(process_cpu_s(process.pid) for process in self._processes)
+        return agents, 0.0 if self._etcd is None else process_cpu_s(self._etcd)
 
     def end(self) -> None:
         for process in self._processes:
@@ -213,7 +210,7 @@ class Agents:
 
 
 def measure_size(
-    store: str, endpoint: tuple[str, int], count: int, deadline_s: float, idle_s: float, lease_s: float
+    store: str, endpoint: Endpoint, count: int, deadline_s: float, idle_s: float, lease_s: float
 ) -> SizeResult:
     """Join, idle, lose one, lose a tenth, get as many new ones."""
     result = SizeResult(store, count, lease_s)
@@ -221,14 +218,14 @@ def measure_size(
     try:
         before = (0.0, 0.0, 0.0)
 
-        def step(name: str, began: float, size: int, cpu_s: float, number: int) -> None:
+        def step(name: str, began: float, size: int, cpu_s: tuple[float, float], number: int) -> None:
             seconds = agents.until_all_in(size) - began
-            cpu_s = agents.cpu_s() - cpu_s
+            agents_s, etcd_s = (b - a for a, b in zip(cpu_s, agents.cpu_s(), strict=True))
             used = agents.traffic()
             requests, sent, received = (max(0.0, b - a) / len(agents.alive) for a, b in zip(before, used, strict=True))
             why = [agents.why[n] for n in sorted(agents.why) if n > number]
             assert name in STEPS
-            result.steps[name] = Figures(seconds, cpu_s, len(why), requests, sent, received, why)
+            result.steps[name] = Figures(seconds, agents_s, etcd_s, len(why), requests, sent, received, why)
 
         cpu_s = agents.cpu_s()
         began = time.monotonic()
@@ -278,22 +275,23 @@ def torch_joins(count: int, deadline_s: float) -> float | None:
 
 
 def table(lives: Sequence[SizeResult], torch: dict[int, float | None]) -> str:
-    lines = [
-        f"| nodes | store | {' | '.join(f'{name} s' for name in STEPS)} | requests a node: {' / '.join(STEPS)} "
-        f"| kB a node: {' / '.join(STEPS)} | idle requests a node and second | torch's rendezvous, join s |",
-        "|" + "---|" * (len(STEPS) + 6),
-    ]
+    of_steps = " / ".join(STEPS)
+    titles = ["nodes", "store", *(f"{name} s" for name in STEPS), f"requests a node: {of_steps}"]
+    titles += [f"kB a node: {of_steps}", f"processor ms a node, agent + etcd: {of_steps}"]
+    titles += ["idle requests a node and second", "torch's rendezvous, join s"]
+    rows = [titles, ["---"] * len(titles)]
     for one in lives:
         steps = one.steps
         seconds = [f"{steps[n].seconds:.2f}" if n in steps else "–" for n in STEPS]
         known = [steps[n] for n in STEPS if n in steps]
         requests = " / ".join(f"{f.requests:.1f}" for f in known)
         size = " / ".join(f"{(f.sent + f.received) / 1000:.1f}" for f in known)
+        used = " / ".join(f"{1000 * f.cpu_s / one.nodes:.1f} + {1000 * f.etcd_cpu_s / one.nodes:.1f}" for f in known)
         peer = torch.get(one.nodes)
         peers = "–" if one.nodes not in torch else (f"{peer:.1f}" if peer is not None else "not in time")
         idle = f"{one.idle_requests_a_second:.2f}"
-        lines.append(f"| {one.nodes} | {one.store} | {' | '.join(seconds)} | {requests} | {size} | {idle} | {peers} |")
-    return "\n".join(lines)
+        rows.append([str(one.nodes), one.store, *seconds, requests, size, used, idle, peers])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def free_endpoint() -> tuple[str, int]:
@@ -302,13 +300,27 @@ def free_endpoint() -> tuple[str, int]:
         return "127.0.0.1", probe.getsockname()[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the store is."""
+
+    address: tuple[str, int]
+    etcd: int | None = None  #: its process; None: an agent hosts the store
+
+
+def process_cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextlib.contextmanager
-def endpoints(kind: str) -> Iterator[tuple[str, int]]:
+def endpoints(kind: str) -> Iterator[Endpoint]:
     if kind == "c10d":
-        yield free_endpoint()
+        yield Endpoint(free_endpoint())
         return
     with etcd_servers() as etcd:
-        yield etcd.endpoints[0]
+        yield Endpoint(etcd.endpoints[0], etcd.pid())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

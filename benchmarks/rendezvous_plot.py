@@ -1,4 +1,4 @@
-"""Draws what rendezvous.py measured: seconds, requests and bytes over the number of nodes, both axes logarithmic.
+"""Draws what rendezvous.py measured over the number of nodes, both axes logarithmic.
 
 Growth shows as a slope: level is constant, one decade a decade is linear. Reads the JSON that
 rendezvous.py writes; needs matplotlib, which the `demo` extra brings.
@@ -23,6 +23,7 @@ STYLES = {
 }
 COUNTED = "join", "lose one"
 """The loss of a tenth costs a survivor as much as the loss of one."""
+TITLES = "seconds", "store requests a node", "kB a node", "processor ms a node, agent and etcd"
 
 
 def draw(lives: Sequence[dict[str, Any]], path: Path) -> bool:
@@ -31,13 +32,15 @@ def draw(lives: Sequence[dict[str, Any]], path: Path) -> bool:
         import matplotlib.pyplot as plt
     except ImportError:
         return False
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    is_measured = any("cpu_s" in step for one in lives for step in one["steps"].values())
+    titles = TITLES if is_measured else TITLES[:-1]  # a simulation uses no processor time
+    figure, axes = plt.subplots(1, len(titles), figsize=(4.7 * len(titles), 4.2), layout="constrained")
     for store in sorted({one["store"] for one in lives}):
         _draw_store(store, sorted((one for one in lives if one["store"] == store), key=lambda one: one["nodes"]), axes)
     peers = {one["nodes"]: one["torch_join_seconds"] for one in lives if one.get("torch_join_seconds") is not None}
     if peers:
         axes[0].plot(sorted(peers), [peers[nodes] for nodes in sorted(peers)], "k*-", label="torch's rendezvous: join")
-    for each, title in zip(axes, ("seconds", "store requests a node", "kB a node"), strict=True):
+    for each, title in zip(axes, titles, strict=True):
         ticks = sorted({one["nodes"] for one in lives})
         each.set(xscale="log", yscale="log", xlabel="nodes", title=title)
         each.set_xticks(ticks, [str(nodes) for nodes in ticks])
@@ -50,7 +53,7 @@ def draw(lives: Sequence[dict[str, Any]], path: Path) -> bool:
 
 
 def _draw_store(store: str, mine: Sequence[dict[str, Any]], axes: Any) -> None:
-    left, middle, right = axes
+    left, middle, right, *processor = axes
     for name, style in STYLES.items():
         steps = [(one["nodes"], one["steps"][name]) for one in mine if name in one["steps"]]
         _line(left, [(nodes, step["seconds"]) for nodes, step in steps], style, f"{store}: {name}")
@@ -58,6 +61,9 @@ def _draw_store(store: str, mine: Sequence[dict[str, Any]], axes: Any) -> None:
             _line(middle, [(nodes, step["requests"]) for nodes, step in steps], style, f"{store}: {name}")
             kilobytes = [(nodes, (step["sent"] + step["received"]) / 1000) for nodes, step in steps]
             _line(right, kilobytes, style, f"{store}: {name}")
+            for each in processor:
+                used = [(nodes, 1000 * (step["cpu_s"] + step["etcd_cpu_s"]) / nodes) for nodes, step in steps]
+                _line(each, used, style, f"{store}: {name}")
     idle = [(one["nodes"], one["idle_requests_a_second"]) for one in mine]
     _line(middle, idle, "x-.", f"{store}: idle, a second")
 

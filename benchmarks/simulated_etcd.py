@@ -311,7 +311,11 @@ class SimulatedStore:
         return bool(self.ask(swap, len(key) + len(value), write=True))
 
     def delete(self, key: str) -> bool:
-        return bool(self.ask(lambda: self._etcd.drop(key), len(key), write=True))
+        def drop() -> bool:
+            below = [k for k in self._etcd.entries if k.startswith(key)] if key.endswith("/") else [key]
+            return sum(self._etcd.drop(k) for k in below) > 0
+
+        return bool(self.ask(drop, len(key), write=True))
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         lease = _SimulatedLease(self, self.ask(lambda: self._etcd.grant(ttl_s), 8, write=True), ttl_s)

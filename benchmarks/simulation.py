@@ -17,8 +17,7 @@ from unittest import mock
 from benchmarks.simulated_etcd import Clock, EtcdTimes, SimulatedEtcd, SimulatedStore
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_record
-from elasticd_agent.model.messages import RoundPublished
-from elasticd_agent.model.notices import Notice, StoreAvailability
+from elasticd_agent.model.messages import Notice, RoundPublished, StoreAvailability
 from elasticd_agent.model.records import Failure, NodeRecord, Round
 from elasticd_agent.rendezvous import membership_client
 from elasticd_agent.rendezvous.member import MAX_REST_S, RendezvousMember
@@ -225,7 +224,9 @@ def simulate(nodes: int, times: EtcdTimes | None = None, seed: int = 1) -> Simul
         return decode_record(kind, key, value)
 
     # In one process, thousands of agents would decode the same bytes: DECODE_S stands for the time that each takes.
-    with mock.patch.object(membership_client, "decode_record", decode_once):
+    with mock.patch.object(
+        membership_client, "decode_record", lambda kind, key, value, *_: decode_once(kind, key, value)
+    ):
         simulation = Simulation(nodes, times or EtcdTimes())
         try:
             return _measure(simulation, SimulationResult(nodes), random.Random(seed))

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from benchmarks.launchers import ELASTICD, TORCHRUN_TUNED, ComparedLauncher
 SCRIPT = Path(__file__).with_name("scripts") / "state_job.py"
 WAYS: dict[str, ComparedLauncher] = {
     "elasticd": ELASTICD,
+    "elasticd in place": replace(ELASTICD, command=(*ELASTICD.command, "--spares", "1")),
     "elasticd FSDP2": ELASTICD,
     "torch.save": TORCHRUN_TUNED,
     "DCP async_save": TORCHRUN_TUNED,

@@ -14,14 +14,15 @@ import os
 import signal
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar
 
-from elasticd import in_place, launch_channel, newcomer, process_group
+from elasticd import in_place, process_group
+from elasticd.attached_samplers import AttachedSamplers
 from elasticd.checkpointing import restore
 from elasticd.checkpointing.at_fault.donor import Donor
 from elasticd.checkpointing.at_fault.late_changes import BetweenSteps
@@ -35,8 +36,7 @@ from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher
 from elasticd.coordination.store_channel import StoreChannel, open_channel
-from elasticd.data_parallel import DataParallelModules
-from elasticd.errors import CheckpointError, CheckpointRefused, RoundChanged, UsageError
+from elasticd.errors import CheckpointError, CheckpointRefused, UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.collectives import Collectives, is_only_group
@@ -44,7 +44,10 @@ from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import Phase
 from elasticd.heartbeat.scalars import ScalarSampler
 from elasticd.in_place import EntryState
+from elasticd.rejoin import launch_channel, newcomer, transport
+from elasticd.rejoin.data_parallel import DataParallelModules
 from elasticd.sampler import ElasticBatchSampler, follow_group
+from elasticd.sigterm import SigtermHandler
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +59,10 @@ T = TypeVar("T")
 
 MOST_PARTIAL = 256
 """Steps for which a save, a pause or a stop waits for an optimizer's step: gradients may also be old ones."""
+_HELD_PAUSE = "the agent requested a pause, and all processes stay"
+"""The reason of a pause without a checkpoint."""
+_NEW, _STAYS = b"new", b"stays"
+"""The word of each rank about its process, at the beginning of a round."""
 _PHASES = {each.name.lower(): each for each in (Phase.STARTING, Phase.CHECKPOINT, Phase.EVAL)}
 
 
@@ -69,8 +76,16 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = time
         timeout: the process group's timeout, if it is made here; torch's default if None.
         decision_timeout: how long a rank waits for another one's message before it raises DecisionTimeout.
 
-    Raises UsageError for an environment that cannot work, and what torch raises when the group cannot be made.
+    Raises UsageError for an environment that cannot work, and inside what `Session.run` calls; and what torch raises
+    when the group cannot be made.
     """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is Session.run.__code__:
+            raise UsageError(
+                "init() inside what session.run() calls: use that session; integrations take it as session="
+            )
+        frame = frame.f_back
     environment = process_group.read_environment()
     is_newcomer = newcomer.is_newcomer()
     group = newcomer.join(environment) if is_newcomer else process_group.join(environment, timeout)
@@ -94,17 +109,25 @@ class Session:
         self._main_thread = MainThread()
         self._is_ahead = newcomer.is_newcomer()
         """This process has no round before its entry."""
+        self._transport = transport.of_device(group.device)
+        self._launch.interrupt = lambda: self._transport.interrupt()
         self._modules = DataParallelModules(self._issued)
         if self._launch.is_connected:
             self._modules.watch()
+            self._launch.on_change = lambda: self._modules.check_before_forward(self._launch.check)
         self._entry: EntryState | None = None
         """State of this process at the call of `run`; None before."""
+        self._is_attached_by_train = False
+        """`run` was called with nothing attached: what `train` attaches belongs to its round."""
+        self._has_left = False
+        """This process is in another round than the first one in which it might have been."""
+        self._at_entry: list[Callable[[], None]] = []
         self._attached: dict[str, Any] = {}
         self._optional: set[str] = set()
         """Names of which a checkpoint may hold nothing."""
         self._committing: list[Any] = []
-        self._optimizers: list[Any] = []
-        """Attached ones, which report each step that they begin."""
+        self._optimizers: list[tuple[Any, Any]] = []
+        """Attached ones, which report each step that they begin, and the handles of these hooks."""
         self._directory: str | os.PathLike[str] | None = None
         """The argument of the script, if it gives one."""
         self._said: set[str] = set()
@@ -113,6 +136,8 @@ class Session:
         self._sigterm = SigtermHandler()
         self._should_stop = False
         self._closed = self._is_running = False
+        self._holder: Donor | None = None
+        """The donor of the round before, which holds the state on the way to this one."""
         self._barrier_s: float | None = None
         self._begin_round(environment, group)
 
@@ -156,26 +181,21 @@ class Session:
         self._partial = 0
         """The steps for which rank 0 waited for an optimizer's step."""
         self._between_steps: BetweenSteps | None = None
-        self._loop: ElasticBatchSampler | None = None
-        """The attached sampler that a step asks first: where a step takes batches of two, the loop is over this one."""
-        self._random_state: dict[str, Any] | None = None
-        """The random state to be set when the first batch is given: an iteration that begins in the middle of an epoch
-        draws a seed."""
-        self._continued: list[ElasticBatchSampler] = []
-        """Samplers whose next iteration begins there."""
-        self._before_seed: tuple[ElasticBatchSampler, torch.Tensor] | None = None
-        """The random state before the seed of a second sampler, whose iteration begins in a step."""
+        self._samplers = AttachedSamplers(self._attached, group.device)
         self._steps = 0
         self._calls = 0
         """The number of calls of `save()`."""
         self._stepped = False
         self._restored = self._has_called_restore = False
+        self._restored_at: dict[str, Any] | None = None
+        """The random state then."""
         self._publisher = StatusPublisher(
             self._channel.new_connection, self._channel.prefix, group.rank, group.world_size, self._status
         )
         self._barriers = Barriers(self._channel, self._publisher, self._heartbeat)
         if self._channel.store is not None:
             self._publisher.start(self._channel.store)
+            self._channel.put(f"entry/{group.rank}", _NEW if self._entry is None else _STAYS)
 
     @property
     def round(self) -> int:
@@ -251,8 +271,7 @@ class Session:
         for obj in objects.values():
             # A wrapper around an optimizer may be one without having called its __init__.
             if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):
-                obj.register_step_pre_hook(self._on_optimizer_step)
-                self._optimizers.append(obj)
+                self._optimizers.append((obj, obj.register_step_pre_hook(self._on_optimizer_step)))
             if isinstance(obj, ElasticBatchSampler):
                 obj.on_next = functools.partial(self._on_next, obj)
         self._attached.update(objects)
@@ -291,15 +310,16 @@ class Session:
         self._saver.open(directory, "restore")
         with self._channel.one_of_many("restore"):
             self._has_called_restore = True
-            resumed = restore.restore(self._attached, self._optional, step, self._saver)
+            resumed = restore.restore(self._attached, self._optional, step, self._saver, self._holder)
         self._issued_by_session += self._issued() - issued
+        if resumed is None and self._has_left:
+            raise CheckpointError("the state of the round before is gone, and this process cannot begin anew")
         if resumed is not None:
             self._restored = True
+            self._restored_at = training_state.random_state(self._group.device)
             self._steps = resumed.step
             self._decisions.reset(resumed.step)
-            self._continued = [sampler for sampler in self._samplers() if sampler.offset]
-            if self._continued:
-                self._random_state = training_state.random_state(self._group.device)
+            self._samplers.restored()
         return resumed
 
     def checkpoint(
@@ -378,7 +398,7 @@ class Session:
             return False
         is_past = how == "in the next epoch"
         with ExitStack() as within:
-            for sampler in self._samplers() if is_past else ():
+            for sampler in self._samplers.all() if is_past else ():
                 within.enter_context(sampler.in_next_epoch())
             drawn = self._between_steps.random_state if self._between_steps is not None and not is_past else None
             saved = self._save("requested by the script", wait=True, random_state=drawn)
@@ -395,7 +415,7 @@ class Session:
         is_changed = self._between_steps is not None and self._between_steps.is_changed()
         if is_changed and self._should_stop:
             return {"how": "after a stop"}
-        is_past = is_changed and self._is_at_end()
+        is_past = is_changed and self._samplers.is_at_end()
         return {"how": "in the next epoch" if is_past else "now"}
 
     def step(self) -> None:
@@ -432,15 +452,19 @@ class Session:
             self._is_put_off, self._due = True, str(self._context.every)
         decision = self._decisions.at(self._steps, self._is_put_off)
         action: Action = decision.action if decision else "continue"
-        saved = False
-        if decision and (action in ("save", "pause") or (action == "stop" and self._is_saved_at_stop())):
+        saved = holds = action == "pause" and decision is not None and decision.reason == _HELD_PAUSE
+        if holds and self._donor is not None:
+            self._donor.begin_pause()
+        elif decision and (action in ("save", "pause") or (action == "stop" and self._is_saved_at_stop())):
             if decision.reason == str(self._context.every):
                 self._channel.call = f"checkpoint({self._context.every})"
             saved = self._save(decision.reason, wait=action != "save" or self._is_requested)
             self._is_put_off = self._is_requested = False
             self._due = ""
         if self._between_steps is not None:
-            self._between_steps.commit(self._steps, is_saved=action != "continue", ends_epoch=self._is_at_end())
+            self._between_steps.commit(
+                self._steps, is_saved=action != "continue" and not holds, ends_epoch=self._samplers.is_at_end()
+            )
         if action == "pause":
             action = self._pause(saved)
         if action == "stop":
@@ -463,6 +487,8 @@ class Session:
         """At the first step: what is attached is known now."""
         self._stepped = True
         self._sigterm.install()
+        if self._is_attached_by_train and self._is_running and self._launch.is_connected:
+            self._enter_with_attached()
         if self._attached and self._context.directory is not None:
             if not self._has_called_restore:
                 self._channel.call = "step()"
@@ -471,13 +497,23 @@ class Session:
             known: dict[str, Any] = (
                 {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             )
-            self._donor = Donor(self._context, self._attached, self._optimized, self._is_in_step, self._launch)
+            self._donor = self._donor or self._begin_donor()
             self._between_steps = BetweenSteps(
                 self._attached, self._donor, self._group.device, is_first_run=self._steps == 0
             )
             self._thread = threading.get_ident()
             known["saves_at_faults"] = self._donor.can_save
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
+
+    def _begin_donor(self) -> Donor:
+        holds = not self._is_attached_by_train
+        return Donor(self._context, self._attached, self._optimized, self._is_in_step, self._launch, holds)
+
+    def _hold_restored(self) -> None:
+        """The restored state is one that this rank can save at a fault before its first step."""
+        if self._donor is None and self._restored_at is not None:
+            self._donor = self._begin_donor()
+            self._donor.begin_at(self._steps, self._restored_at)
 
     def run(self, train: Callable[[], T]) -> T:
         """Restore, call `train`, and return what it returns; call it again when the ranks of the job change.
@@ -486,6 +522,9 @@ class Session:
         `train` is left by an exception, the process joins the next round, the state of the newest commit is restored
         into the same objects, and `train` is called again, with another `rank`, `world_size` and `round`. So `train`
         begins where the attached objects are, as after a restart, and makes all that depends on the ranks itself.
+
+        Where nothing is attached, `train` attaches and restores by itself, each time that it is called: objects that
+        it has attached are forgotten when it is left.
 
         Under torchrun, in plain python, and where a process cannot stay, `train` is called once.
 
@@ -498,24 +537,46 @@ class Session:
         self._is_running = True
         try:
             why = self._reason_against_staying()
+            self._is_attached_by_train = not self._attached and not why
             self._entry = EntryState(self._attached, self._group.device)
+            self._modules.enter()
             if self._is_ahead:
                 self._enter_first_round(why)
             elif self._attached and not self._has_called_restore and self._has_directory():
                 self.restore()
             if why:
-                self._say(f"a change of ranks restarts every process: {why}")
+                self._say_restarts(why)
             if why or not self._launch.is_connected:
                 return train()
-            while True:
-                self._launch.enter()
-                is_over, result = self._call(train)
-                if is_over:
-                    return cast("T", result)
-                self._leave_round()
-                self._enter_round()
+            self._hold_restored()
+            self._enter()
+            return in_place.run(train, self._launch, self._change_round)
         finally:
             self._is_running = False
+
+    def _enter(self) -> None:
+        """Tell the launcher that this process can leave `train`, once it is known what is attached."""
+        if self._attached:
+            self._launch.enter()
+
+    def _enter_with_attached(self) -> None:
+        """At the first step, where `train` attaches by itself."""
+        assert self._entry is not None
+        self._entry.keep(self._attached)
+        if why := in_place.reason_against_state(self._attached, self._modules):
+            self._say_restarts(why)
+        elif not self._attached or self._context.directory is None:
+            self._say_restarts(in_place.NOTHING_TO_RESTORE)
+        else:
+            self._enter()
+
+    def _say_restarts(self, why: str) -> None:
+        self._say(f"a change of ranks restarts every process: {why}")
+
+    def at_entry(self, call: Callable[[], None]) -> None:
+        """Have `call` called before each further call of `train`: for what keeps a rank of its own in this process."""
+        if call not in self._at_entry:
+            self._at_entry.append(call)
 
     def _enter_first_round(self, why: str) -> None:
         """Wait at the entry, as a newcomer. The others have entered, so a reason against it is this process' own."""
@@ -538,56 +599,97 @@ class Session:
         """Return why this process cannot stay, "" if it can, or if no launcher would have it stay."""
         if not self._launch.is_connected:
             return ""
-        if not self._attached or not self._has_directory():
-            return "nothing is attached, or there is no checkpoint directory"
+        if self._attached and not self._has_directory():
+            return in_place.NOTHING_TO_RESTORE
         if self._stepped or self._calls or self._barriers.has_met:
             return "the script calls step(), save() or barrier() of the session before run()"
         collectives = self._modules.collectives if self._is_ahead else self._issued() - self._issued_by_session
-        return in_place.reason_against(self._attached, self._modules, self._group, collectives)
+        return (
+            self._transport.reason_against()
+            or in_place.reason_against_group(self._modules, self._group, collectives)
+            or in_place.reason_against_state(self._attached, self._modules)
+        )
 
-    def _call(self, train: Callable[[], T]) -> tuple[bool, T | None]:
-        """Call `train`; returns if it has ended, and its result. False: the ranks change; no frame of it is kept."""
+    def _change_round(self, why: str) -> None:
+        self._leave_round(why)
         try:
-            result = train()
-        except (Exception, RoundChanged) as error:
-            if not self._launch.explains(error):
-                raise
-            in_place.clear_frames(error)
-            return False, None
-        return self._launch.leave(), result
+            self._enter_round()
+        except BaseException:
+            if self._holder is not None:
+                self._holder.fail()  # all ranks may raise, and nobody else has the state then
+            raise
+        self._enter()
 
-    def _leave_round(self) -> None:
+    def _leave_round(self, why: str) -> None:
         """Give up all that belongs to the round, without waiting for the others: they do the same, or are gone."""
-        why = self._modules.reason_against()
-        if not why and not (self._restored or restore.may_restore(self._context)):
+        why = why or self._modules.reason_against()
+        if self._donor is not None and not why and self._donor.leave() is not None:
+            self._holder = self._donor
+        if not why and self._holder is None and not (self._restored or restore.may_restore(self._context)):
             why = "nothing has been saved yet"
+        if not why:
+            self._close_round()
+            self._modules.release()
+            try:
+                self._transport.leave(self._group)
+            except RuntimeError as error:  # of a device, which raises it for ever
+                why = f"its process groups cannot be left: {error}"
         if why:  # a new process takes this one's place
-            logger.warning("this process ends, as it cannot stay: %s", why)
+            self._context.message(f"rank {self.rank} ends, as its process cannot stay: {why}", self._steps)
+            if self._donor is not None:
+                self._donor.fail()  # it may hold the only state
             os.kill(os.getpid(), signal.SIGKILL)
-        self._close_round()
-        self._modules.release()
-        process_group.leave(self._group)
 
     def _enter_round(self) -> None:
         """Wait for the next round, join it, and restore its state, as a new process of it does."""
         assert self._entry is not None
-        self._launch.report_entry(self._steps)
-        self._launch.follow(self._launch.released())
-        self._is_ahead = False
+        holder = self._holder
+        held = holder.held if holder is not None else None
+        self._launch.report_entry(self._steps, held.commit.step if held is not None else 0)
+        release = self._launch.released()
+        if holder is not None:
+            holder.look_again()
+        self._launch.follow(release)
+        self._is_ahead, self._has_left = False, True
         self._heartbeat.follow(os.environ["ELASTICD_HEARTBEAT"])
         environment = process_group.read_environment()
+        if holder is not None:
+            holder.follow(environment.round)
         group = process_group.join(environment, self._timeout, self._group.device)
+        if self._is_attached_by_train:
+            self._forget_attached()
         self._begin_round(environment, group)
         follow_group()
         self._entry.put_back()
-        self._modules.rebuild()
-        if self.restore(self._directory) is None:
-            raise CheckpointError("the state of the round before is gone, and this process cannot begin anew")
+        for call in self._at_entry:
+            call()
+        syncs = _NEW in self._channel.read_all("entry", "whether its process is new")
+        if holder is not None:
+            holder.end_copy()
+        is_restored = functools.partial(in_place.is_restored, self._attached, self._optional)
+        self._modules.rebuild(is_restored, syncs, keeps=holder is not None and group.rank != 0)
+        if self._is_attached_by_train:
+            self._entry.keep({})
+            return
+        self.restore(self._directory)
+        self._hold_restored()
+        if holder is not None:
+            holder.close()
+            self._holder = None
+
+    def _forget_attached(self) -> None:
+        for sampler in self._samplers.all():
+            sampler.on_next = None
+        for _, hook in self._optimizers:
+            hook.remove()
+        for attached in (self._attached, self._optional, self._optimizers, self._context.per_rank):
+            attached.clear()
+        self._committing = []
 
     def _close_round(self) -> None:
         if self._scalars is not None:
             self._scalars.close()
-        if self._donor is not None:
+        if self._donor is not None and self._donor is not self._holder:
             self._donor.close()
         self._omissions.close(has_failed=True)
         self._saver.close(wait=False)
@@ -628,12 +730,13 @@ class Session:
         """
         if name not in _PHASES:
             raise UsageError(f"phase({name!r}): the phases are {', '.join(map(repr, _PHASES))}")
-        before = self._heartbeat.current_phase
+        before, environment = self._heartbeat.current_phase, self._environment
         self._heartbeat.set_phase(_PHASES[name])
         try:
             yield
         finally:
-            self._heartbeat.set_phase(before)
+            if self._environment is environment:  # else the block is closed with what a change of ranks has left
+                self._heartbeat.set_phase(before)
 
     def close(self) -> None:
         """Release the checkpoint directory and SIGTERM, and destroy the process group if `init()` made it.
@@ -697,13 +800,6 @@ class Session:
     def _is_in_step(self) -> bool:
         return self._issued() > self._issued_at_step >= 0
 
-    def _samplers(self) -> list[ElasticBatchSampler]:
-        return [obj for obj in self._attached.values() if isinstance(obj, ElasticBatchSampler)]
-
-    def _is_at_end(self) -> bool:
-        """The loop over the batches has come to the end of an epoch. A second sampler has epochs of its own."""
-        return any(loop.is_at_end for loop in ([self._loop] if self._loop is not None else self._samplers()))
-
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._launch.check()
         self._optimized = True
@@ -716,29 +812,10 @@ class Session:
         self._launch.check()
         if threading.get_ident() != self._thread:
             return
-        if self._loop is None or (self._between_steps is not None and not self._between_steps.has_begun):
-            self._loop = sampler
-        self._put_back_random_state(sampler, is_iteration)
-        if self._between_steps is not None and not self._between_steps.has_begun:
+        is_first = self._between_steps is not None and not self._between_steps.has_begun
+        self._samplers.on_next(sampler, is_iteration=is_iteration, is_first=is_first, has_stepped=self._stepped)
+        if is_first:
             self._begin_step(is_certain=True)
-
-    def _put_back_random_state(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
-        """Put the random state back: the DataLoader's iteration draws a seed, and an undisturbed run draws none in the
-        middle of an epoch."""
-        before, self._before_seed = self._before_seed, None
-        is_continued = sampler in self._continued
-        if is_iteration:
-            if is_continued:
-                self._before_seed = sampler, training_state.torch_state()
-            return
-        if is_continued:
-            self._continued.remove(sampler)
-        if self._random_state is not None:
-            if not self._stepped:
-                training_state.set_random_state(self._random_state, self._group.device)
-            self._random_state = None
-        elif is_continued and before is not None and before[0] is sampler:
-            training_state.take_back_seed(before[1])
 
     def _begin_step(self, is_certain: bool) -> None:
         assert self._between_steps is not None
@@ -749,7 +826,7 @@ class Session:
     def _has_gradients(self) -> bool:
         return any(
             parameter.grad is not None
-            for optimizer in self._optimizers
+            for optimizer, _ in self._optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
@@ -762,12 +839,13 @@ class Session:
 
     def _say(self, what: str, key: str = "") -> None:
         """Once for each key: on this rank's stderr, and by rank 0 in the job's log."""
-        if (key or what) in self._said:
+        key = key or what
+        if key in self._said:
             return
-        self._said.add(key or what)
+        self._said.add(key)
         logger.warning(what)
         if self._group.rank == 0:
-            self._events.write("message", what, self._steps)
+            self._events.write("message", what, self._steps, once=key)
 
     def _save(self, why: str, wait: bool, random_state: dict[str, Any] | None = None) -> bool:
         if self._barrier_s is not None:
@@ -797,10 +875,16 @@ class Session:
         if why := self._stop_reason():
             return "stop", why
         if self._pauses.take_request(self._steps, able=self._context.directory is not None and bool(self._attached)):
-            return "pause", "the agent requested a pause"
+            return "pause", _HELD_PAUSE if self._can_hold() else "the agent requested a pause"
         if why := self._due or self._saver.due_by_time():
             return "save", why
         return "continue", ""
+
+    def _can_hold(self) -> bool:
+        """The processes that stay can have the state in a pause, and no checkpoint is due."""
+        if not (self._pauses.all_stay and self._entry is not None and self._launch.is_connected) or self._due:
+            return False
+        return self._donor is not None and self._donor.can_hold and not self._is_put_off
 
     def _stop_reason(self) -> str:
         self._launch.check()
@@ -818,6 +902,7 @@ class Session:
                 self._steps,
                 lambda: self._pauses.wait(self._steps, saved, self._stop_reason),
                 self._pauses.timeout_s,
+                self._launch.rest,
             )
         finally:
             self._heartbeat.set_phase(before)
@@ -827,39 +912,3 @@ class Session:
 def ends_by(error: BaseException | None) -> bool:
     """The script ends by this exception, which is being handled, and has not done all of its work."""
     return error.code not in (None, 0) if isinstance(error, SystemExit) else error is not None
-
-
-class SigtermHandler:
-    """SIGTERM as a request to stop, for a script whose loop reads `session.should_stop`.
-
-    The handler is installed only while SIGTERM still has its default action, only from the main thread, and only once
-    the script steps: before that, SIGTERM ends it as usual. A second SIGTERM ends the process, unless a launcher
-    started it: batch systems signal every process of a job, the launcher passes its own signal on, and it kills a
-    worker that takes too long. Forked children get the default action back; otherwise nothing could terminate them.
-    """
-
-    def __init__(self) -> None:
-        self.received = False
-        self._installed = False
-
-    def install(self) -> None:
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-        ):
-            return
-        signal.signal(signal.SIGTERM, self._on_signal)
-        os.register_at_fork(after_in_child=self.close)
-        self._installed = True
-
-    def close(self) -> None:
-        """Restore SIGTERM's default action, if the handler is still ours."""
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._installed = False
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received and "TORCHELASTIC_RUN_ID" not in os.environ:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.received = True

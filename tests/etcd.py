@@ -82,12 +82,12 @@ class Authority:
 class EtcdServers:
     """Members are addressed by their index. Everything waits until it has happened, with a deadline."""
 
-    def __init__(self, folder: Path, members: int, tls: ServerTls | None, flags: Sequence[str]) -> None:
+    def __init__(self, folder: Path, members: int, tls: ServerTls | None, flags: Sequence[str], address: str) -> None:
         self._folder = folder
         self._tls = tls
         self._flags = list(flags)
         ports = free_ports(2 * members)
-        self.endpoints = [("127.0.0.1", port) for port in ports[:members]]
+        self.endpoints = [(address, port) for port in ports[:members]]
         self._peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * members
 
@@ -125,7 +125,7 @@ class EtcdServers:
         if self._processes[index] is not None:
             self.kill(index)
         if empty:
-            shutil.rmtree(self._data(index), ignore_errors=True)
+            shutil.rmtree(self.data(index), ignore_errors=True)
         self._spawn(index)
         if wait:
             self._wait_until_healthy(index)
@@ -137,7 +137,7 @@ class EtcdServers:
     def ctl(self, *arguments: str, user: str | None = None, value: bytes = b"") -> str:
         """etcdctl, at the first member. `user` is "name:password"; `value` is what `put` without one reads."""
         assert self._tls is None, "etcdctl is not set up for TLS here"
-        command = [str(_binary("etcdctl")), "--endpoints", f"127.0.0.1:{self.port}", *arguments]
+        command = [str(_binary("etcdctl")), "--endpoints", ":".join(map(str, self.endpoints[0])), *arguments]
         # A proxy set in the environment is not meant for loopback.
         environment = {"PATH": os.environ.get("PATH", ""), "ETCDCTL_API": "3"}
         command[1:1] = ("--user", user) if user else ()
@@ -160,6 +160,12 @@ class EtcdServers:
             if process is not None:
                 self.kill(index)
 
+    def pid(self, index: int = 0) -> int:
+        return self._process(index).pid
+
+    def data(self, index: int = 0) -> Path:
+        return self._folder / f"{index}.data"
+
     def log(self, index: int = 0) -> str:
         return (self._folder / f"{index}.log").read_text(errors="replace")
 
@@ -168,18 +174,15 @@ class EtcdServers:
         assert process is not None, f"member {index} is not running"
         return process
 
-    def _data(self, index: int) -> Path:
-        return self._folder / f"{index}.data"
-
     def _spawn(self, index: int) -> None:
         scheme = "https" if self._tls else "http"
-        here = f"{scheme}://127.0.0.1:{self.endpoints[index][1]}"
+        here = f"{scheme}://{self.endpoints[index][0]}:{self.endpoints[index][1]}"
         beat = _HEARTBEAT_MS.get(len(self.endpoints), 50)
         command = [
             # It ends with the thread that started it, however that ends.
             *(["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []),
             str(_binary("etcd")),
-            *("--name", str(index), "--data-dir", str(self._data(index)), "--logger", "zap", "--log-level", "warn"),
+            *("--name", str(index), "--data-dir", str(self.data(index)), "--logger", "zap", "--log-level", "warn"),
             *("--listen-client-urls", here, "--advertise-client-urls", here),
             *("--listen-peer-urls", self._peers[index], "--initial-advertise-peer-urls", self._peers[index]),
             *("--initial-cluster", ",".join(f"{i}={url}" for i, url in enumerate(self._peers))),
@@ -198,7 +201,7 @@ class EtcdServers:
 
     def _health(self, index: int) -> str:
         if not self._tls:
-            return f"http://127.0.0.1:{self.endpoints[index][1]}/health"
+            return f"http://{self.endpoints[index][0]}:{self.endpoints[index][1]}/health"
         # A second loopback address, so that no third port is needed.
         return f"http://127.0.0.2:{self.endpoints[index][1]}/health"
 
@@ -217,10 +220,12 @@ class EtcdServers:
 
 
 @contextlib.contextmanager
-def etcd_servers(members: int = 1, *, tls: ServerTls | None = None, flags: Sequence[str] = ()) -> Iterator[EtcdServers]:
+def etcd_servers(
+    members: int = 1, *, tls: ServerTls | None = None, flags: Sequence[str] = (), address: str = "127.0.0.1"
+) -> Iterator[EtcdServers]:
     """Running servers that answer; gone, with all their data, when the context ends."""
     folder = Path(tempfile.mkdtemp(prefix=f"elasticd-etcd-{os.getpid()}-", dir="/dev/shm"))
-    servers = EtcdServers(folder, members, tls, flags)
+    servers = EtcdServers(folder, members, tls, flags, address)
     try:
         servers.start()
         yield servers

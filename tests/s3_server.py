@@ -108,7 +108,6 @@ class S3:
         argv = [sys.executable, "-m", "tests.s3_server", str(self.port)]
         with self._log.open("a") as log:
             self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=log)
-        assert self.process.stdout is not None
         assert self.process.stdout.readline(), self._log.read_text()
 
     @property
@@ -137,7 +136,6 @@ class S3:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
 

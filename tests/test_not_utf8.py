@@ -57,7 +57,7 @@ def test_mapped_file_is_found_whatever_its_name(tmp_path: Path) -> None:
     path = tmp_path / NAME
     path.write_bytes(bytes(8192))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        offset_of = in_place._mapping(file.fileno())
+        offset_of = in_place.mapping(file.fileno())
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         assert offset_of(address + 5000) == 5000
         assert offset_of(16) is None
@@ -83,7 +83,8 @@ def test_control_group_is_found_whatever_its_name(tmp_path: Path, monkeypatch: p
     own.write_bytes(b"0::/caf\xe9/elasticd-agent\n")
     monkeypatch.setattr(memory_limit, "_CGROUPS", tmp_path)
     monkeypatch.setattr(memory_limit, "_OWN_GROUPS", own)
-    assert (group, True) in memory_limit._groups()
+    (group / "memory.events").write_text("oom_kill 3\n")
+    assert memory_limit.oom_kills() == 3
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cgroup").write_bytes(own.read_bytes())
     (group / "cpu.stat").write_text("throttled_usec 5000000")

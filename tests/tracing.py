@@ -33,7 +33,6 @@ class Tracer:
     def __init__(self, *pids: int) -> None:
         argv = [sys.executable, "-I", "-S", "-c", TRACER, *map(str, pids)]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
         assert self._process.stdout.readline() == "traced\n"
 
     def let_go(self) -> None:

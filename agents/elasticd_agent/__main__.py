@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from elasticd_agent.system.processes.process import STRAY_SIGNALS, ignore_signal, take_signals
+from elasticd_agent.system.processes.process import STOP_SIGNALS, STRAY_SIGNALS, ignore_signal, take_signals
 
 
 def main() -> NoReturn:
@@ -18,6 +18,8 @@ def main() -> NoReturn:
     take_signals(STRAY_SIGNALS, ignore_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.getpid() == 1:  # in a container: the kernel drops a signal to it that has no handler
+        take_signals(STOP_SIGNALS, lambda number, frame: os._exit(128 + number))
     from elasticd_agent.cli.main import main as command
 
     end_process(command())

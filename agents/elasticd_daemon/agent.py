@@ -3,6 +3,14 @@
 Signals become messages in the loop's inbox: SIGTERM and SIGINT drain the node and end the agent, SIGHUP reloads the
 configuration, SIGUSR2 replaces the agent, as the same process, by the installed version. None of them affects runners:
 they are separate processes, which a later agent finds by their locks.
+
+The replacement keeps the pid, since systemd and Kubernetes watch it, and execs the installed interpreter anew. It is
+tried first (`installed_version_error`): a broken installation, or a configuration that the new version refuses, leaves
+the old agent running with a sentence. Signals are blocked from the last look at the inbox to the first one of the
+replacement, so none is lost in between.
+
+At its start an agent copies its code into the state directory and imports from there, as its runners do. What is
+installed may then be replaced at any time, by a package manager or by hand.
 """
 
 from __future__ import annotations
@@ -121,7 +129,7 @@ def _run(
     notifier: Notifier,
     stack: contextlib.ExitStack,
 ) -> bool:
-    """Builds the agent and runs it. True: the process must replace itself."""
+    """Build the agent's parts and run its main loop. True: the process must replace itself."""
 
     state = settings.state_dir
     stack.enter_context(state_dir.exclusive(state))
@@ -198,6 +206,7 @@ def _open_parts(
 
 
 def _reload(parts: LoopDependencies, old: NodeSettings, read: NodeSettings) -> tuple[NodeSettings, list[str]]:
+    """Use the new settings, as far as they may change while the agent runs. Returns them, and the changes in words."""
     new, changes = merge_reloaded(old, read)
     parts.health.update(new)
     parts.scheduler.adopt_timeout_s = float(new.adopt_timeout_s)
@@ -284,6 +293,7 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
 
 
 def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> MonitoringPages:
+    """The pages for probes and Prometheus: the agent's own metrics beside those of its runners."""
     scraper = RunnerScraper(loop.status.node, local.metrics)
 
     def page() -> bytes:
@@ -314,6 +324,7 @@ def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to
 
 
 def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
+    """Open the store of the cluster; "local" is a file of this node."""
     if settings.store.backend == "local":
         from elasticd_agent.store.file import FileStore  # with SQLite, 2 MB that other agents need not have
 

@@ -1,8 +1,26 @@
 """The agent's main loop: one inbox, one thread. Every turn reads the whole state and makes the node match the store.
 
 The agent can be killed, replaced or disconnected at any moment: its state is in the store, in the runners' folders and
-in locks, and a turn needs no result of an earlier one. While the store is unavailable the last known state applies.
-The scheduler decides where jobs run, `reconcile` what that means for this node, `executor` does it.
+in locks, and a turn needs no result of an earlier one. While the store is unavailable the last known state applies. The
+scheduler decides where jobs run, `reconcile` what that means for this node, `executor` does it.
+
+A turn
+1. Runners that have ended are recorded, with how they ended.
+2. Failures of jobs are weighed: a slot at which different jobs fail is suspected.
+3. The store's records are read and this node's is written. The holder of the scheduler's key makes one decision.
+4. `reconcile` compares the placements with the runners here. It is pure: placements, runners, outcomes and the time in;
+   starts, stops and results out.
+5. The executor starts and stops, and the node's status is written again if that has changed it.
+
+A result is written to the store before the outcome is forgotten here, so a crash between the two writes it twice and
+loses none.
+
+An outage of the store stops nothing. Running jobs do not need it, placements that are known stay in force, and results
+wait. What ends is decisions: no job is placed, and a node that others cannot see is not given work by them.
+
+Signals are requests: SIGTERM drains (each job has `drain_timeout` to leave, a second signal ends that), SIGHUP reloads
+the configuration, SIGUSR2 replaces the process by the installed version. A replacement keeps the pid, the sockets and
+the runners; signals that arrived and were not handled wait for it in the inbox.
 """
 
 from __future__ import annotations
@@ -58,6 +76,8 @@ Message = Wakeup | SignalRequest
 
 @dataclass(frozen=True, slots=True)
 class LoopDependencies:
+    """The parts that the loop works with, built by `agent`."""
+
     store: Store
     cache: StoreCache
     registration: NodeStatusPublisher
@@ -72,9 +92,10 @@ class LoopDependencies:
 
 
 class NodeLoop:
-    """`reload` returns the new configuration and its changes, or raises UsageError.
+    """The loop of one node's agent.
 
-    `replacement_error` returns why the installed version cannot replace the agent, or "".
+    `reload` returns the new configuration and its changes, or raises UsageError. `replacement_error` returns why the
+    installed version cannot replace the agent, or "".
     """
 
     def __init__(
@@ -180,7 +201,7 @@ class NodeLoop:
         return len(self._parts.runners.alive())
 
     def run(self) -> bool:
-        """True: the process must replace itself; False: it must end."""
+        """Take turns until the process must end or replace itself. True: it must replace itself; False: it must end."""
         parts = self._parts
         parts.notifier.ready(f"node {self.status.node}")
         while True:
@@ -253,6 +274,7 @@ class NodeLoop:
         return False
 
     def _turn(self, now: float) -> None:
+        """Make one turn, as the module describes it, and set when the next one is due."""
         self._last_turn_at = now
         parts = self._parts
         for end in parts.runners.poll(now):
@@ -273,6 +295,7 @@ class NodeLoop:
         parts.notifier.feed()
 
     def _plan(self, now: float) -> NodePlan:
+        """Return what this node has to start, to stop and to report, by the last known records."""
         runners = self._parts.runners.alive()
         return reconcile(self._cluster_view, self.status.node, runners, self._outcomes, self._draining, now)
 
@@ -312,6 +335,7 @@ class NodeLoop:
             self._on_store_lost(str(error), now)
 
     def _on_store_lost(self, why: str, now: float) -> None:
+        """Note an outage, once. What was cached is dropped, as it may be old when the store answers again."""
         self._cache.clear()
         self._name_taken_since = None
         if self._store_down_since is None:

@@ -212,6 +212,7 @@ class NodeMetrics:
         return prometheus_client.generate_latest(registry)
 
     def _family(self, spec: MetricSpec, gauges: Samples) -> Metric:
+        """Return one metric with its samples, in prometheus_client's form."""
         from prometheus_client import Metric
 
         family = Metric(spec.name.removesuffix("_total"), spec.help, spec.kind)
@@ -298,6 +299,7 @@ class RunnerScraper:
         return [page for page in pages if page]
 
     def _page(self, key: tuple[str, int], until: float) -> bytes:
+        """Return a runner's page, or its last one while that is younger than KEPT_S."""
         left = until - time.monotonic()
         try:
             if left > 0:

@@ -2,6 +2,15 @@
 
 Each record is the complete state of one subject, replaced by compare-and-swap or kept under a lease. Times of day are
 for display only; no decision depends on them.
+
+The life of a job: a client writes a Submission; the scheduler writes its Placement, at first with the reason why it is
+pending; agents of the named nodes run it and say so in their NodeStatus; the first node with the end creates a
+JobResult, which is final. Each record has one kind of writer, so two of them never fight over it. A job's number tells
+its runs apart: a job that is submitted again under its id has a higher one, and whatever names the lower one is of the
+past.
+
+Names in records become paths and keys, and anyone who may write to the store chooses them. So every name is checked
+when a record is decoded, and a record that fails is left out with a sentence instead of being used.
 """
 
 from __future__ import annotations
@@ -71,20 +80,33 @@ class Submission(_Named):
     removed: bool = False
     labels: tuple[str, ...] = ()
     priority: str = "normal"  #: one of PRIORITIES; anything else, of a newer version, counts as normal
+    spares: int = 0  #: nodes beyond `max_nodes`; of a job on one node, slots beyond `max_slots`
 
     @property
     def order(self) -> tuple[int, int, str]:
+        """The place in the queue: class, then number; the id makes it total."""
         return PRIORITIES.get(self.priority, 0), self.number, self.job
 
     @property
     def submitter(self) -> str:
         return submitter(self.submitted_by)
 
+    @property
+    def most_nodes(self) -> int:
+        """The most nodes, spares included, as `most_slots`."""
+        return self.max_nodes + (self.spares if self.max_nodes > 1 else 0)
+
+    @property
+    def most_slots(self) -> int:
+        return self.max_slots + (self.spares if self.max_nodes == 1 else 0)
+
     def check(self) -> None:
         _Named.check(self)
         for low, high, what in ((self.min_nodes, self.max_nodes, "nodes"), (self.min_slots, self.max_slots, "slots")):
             if not 1 <= low <= high <= MAX_COUNT:
                 raise WireError(f"submission of {self.job!r}: invalid range of {low}:{high} {what}")
+        if not 0 <= self.spares <= MAX_COUNT:
+            raise WireError(f"submission of {self.job!r}: {self.spares} spares")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +221,7 @@ class NodeStatus(_Named):
     unusable: tuple[str, ...] = ()  #: shared directories whose check fails; `why` has the reason
 
     def check(self) -> None:
+        """Raise WireError for a name or a number of slots that no node can have."""
         _Named.check(self)
         if not 0 <= self.slots <= MAX_SLOTS:
             raise WireError(f"node {self.node!r}: {self.slots} slots are not in 0..{MAX_SLOTS}")
@@ -253,9 +276,11 @@ class ClusterView:
     known: tuple[KnownNode, ...] = ()  #: the nodes, lost ones included; for people only
 
     def result(self, job: str, number: int) -> JobResult | None:
+        """Return the end of this run of the job, None while it has none."""
         return next((r for r in self.results if (r.job, r.number) == (job, number)), None)
 
     def unfinished(self) -> tuple[Submission, ...]:
+        """Return the jobs that have not ended, in the order of the queue."""
         finished = {r.job: r.number for r in self.results}
         submissions = [s for s in self.submissions if s.number > finished.get(s.job, 0) and not s.removed]
         return tuple(sorted(submissions, key=lambda s: s.order))

@@ -56,6 +56,7 @@ def exclusive(state: Path) -> Iterator[None]:
 
 
 def _take_lock(path: Path) -> int | None:
+    """Take the agent's lock, waiting a moment for an agent that was just killed. None: a live agent has it."""
     deadline = time.monotonic() + LOCK_WAIT_S
     while (lock := liveness.take_lock(path)) is None and time.monotonic() < deadline:
         other = liveness.lock_owner(path)
@@ -97,7 +98,10 @@ def cookie_key(state: Path) -> bytes:
 
 
 class DiskCleaner:
-    """A thread; `in_use` returns the (job, number) whose files must be kept, `keep_s` the retention time."""
+    """A thread that removes the files of ended jobs after their retention time.
+
+    `in_use` returns the (job, number) whose files must be kept, `keep_s` the retention time in seconds.
+    """
 
     def __init__(
         self,
@@ -115,6 +119,7 @@ class DiskCleaner:
         self._thread.start()
 
     def close(self) -> None:
+        """End the thread. The wait is bounded, since the disk may hang."""
         self._closing.set()
         self._thread.join(1.0)  # it may hang on a dead disk
 

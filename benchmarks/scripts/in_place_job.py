@@ -2,6 +2,7 @@
 
 Each process appends "STEP MONOTONIC RANK WORLD ROUND HASH SAMPLES" to DIRECTORY/steps-PID.log at the end of each step:
 a hash of the parameters and the optimizer's state (0 without --hashes), and this rank's samples, separated by commas.
+With --hashes it appends "STEP RANK WORLD ROUND HASH" to entries-PID.log when a round begins, the hash with buffers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import itertools
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ import elasticd
 
 LAYERS = 8
 WIDTH = 16
+SAMPLES, BATCH, SEED = 4080, 12, 3
 
 
 class Samples(Dataset[tuple[torch.Tensor, int]]):
@@ -55,13 +58,15 @@ class Net(torch.nn.Module):
         return loss
 
 
-def digest(optimizer: torch.optim.Optimizer) -> str:
-    """A hash of what all ranks have alike: parameters and Adam's moments. Buffers are those of each rank's samples."""
+def digest(optimizer: torch.optim.Optimizer, buffers: Iterable[torch.Tensor] = ()) -> str:
+    """A hash of parameters and Adam's moments, which all ranks have alike. Buffers are alike only at an entry."""
     total = hashlib.sha256()
+    for buffer in buffers:
+        total.update(buffer.detach().contiguous().numpy().tobytes())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            moments = optimizer.state[parameter]
-            for tensor in (parameter, moments["exp_avg"], moments["exp_avg_sq"]):
+            moments = optimizer.state.get(parameter, {})  # none before the first step
+            for tensor in (parameter, *(moments[name] for name in ("exp_avg", "exp_avg_sq") if name in moments)):
                 total.update(tensor.detach().contiguous().numpy().tobytes())
     return total.hexdigest()[:16]
 
@@ -73,7 +78,7 @@ def main() -> None:
     parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script needs before it trains")
     parser.add_argument("--step", type=float, default=0.02, help="seconds that a step takes beside its computation")
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--samples", type=int, default=4080)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--way", choices=("in place", "restart"), default="in place")
     parser.add_argument("--hashes", action="store_true")
     args = parser.parse_args()
@@ -83,12 +88,16 @@ def main() -> None:
     model = DistributedDataParallel(Net(args.megabytes).to(session.device))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     data = Samples(args.samples)
-    sampler = elasticd.ElasticBatchSampler(data, global_batch=12, seed=3)
+    sampler = elasticd.ElasticBatchSampler(data, global_batch=BATCH, seed=SEED)
     session.attach(model=model, optimizer=optimizer, sampler=sampler)
     session.checkpoint(every="60s")
     log = (args.directory / f"steps-{os.getpid()}.log").open("a", buffering=1)
 
     def train() -> None:
+        if args.hashes:
+            state = digest(optimizer, model.buffers())
+            with (args.directory / f"entries-{os.getpid()}.log").open("a") as entries:
+                entries.write(f"{session.steps} {session.rank} {session.world_size} {session.round} {state}\n")
         loader = DataLoader(data, batch_sampler=sampler)
         for epoch in itertools.count(sampler.epoch):
             sampler.set_epoch(epoch)

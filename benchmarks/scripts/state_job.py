@@ -99,6 +99,18 @@ class Elasticd(Job):
         return self.session._saver.wait()
 
 
+class InPlace(Elasticd):
+    """With `session.run`: a process that is not killed stays."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self.first = False
+        self.session.checkpoint(every=1 << 40, directory=self.checkpoints)
+
+    def restore(self) -> None:
+        self.steps = self.session.steps
+
+
 class Sharded(Elasticd):
     """FSDP2: each rank has a shard."""
 
@@ -183,6 +195,7 @@ class DcpAsync(Job):
 METHODS: dict[str, Callable[[argparse.Namespace], Job]] = {
     "none": Job,
     "elasticd": Elasticd,
+    "elasticd in place": InPlace,
     "elasticd FSDP2": Sharded,
     "torch.save": TorchSave,
     "DCP async_save": DcpAsync,
@@ -326,13 +339,20 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     job = METHODS[args.method](args)
-    rank = dist.get_rank()
-    (job.directory / f"pid-{rank}").write_text(str(os.getpid()))
-    with (job.directory / f"steps-{rank}.log").open("a") as log:
-        if args.saves:
-            measure(job, args, log)
-        else:
-            train(job, args, log, started)
+
+    def run() -> None:
+        rank = dist.get_rank()
+        (job.directory / f"pid-{rank}").write_text(str(os.getpid()))
+        with (job.directory / f"steps-{rank}.log").open("a") as log:
+            if args.saves:
+                measure(job, args, log)
+            else:
+                train(job, args, log, started)
+
+    if isinstance(job, InPlace):
+        job.session.run(run)
+    else:
+        run()
     job.session.close()
 
 

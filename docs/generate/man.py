@@ -12,7 +12,7 @@ from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Treatment
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_daemon import agent
-from elasticd_daemon.cli import config_command, doctor, job_commands
+from elasticd_daemon.cli import config_command, doctor, job_commands, report_command
 
 
 def page() -> str:
@@ -40,7 +40,7 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
             run.add_argument(*flag.spellings, help=flag.help.replace("%", "%%"), **switch)  # type: ignore[arg-type]
     run.add_argument("script", metavar="SCRIPT", help="and its arguments")
     parsers: dict[str, argparse.ArgumentParser] = {"run": run}
-    local = (agent, store_server, doctor, config_command, checkpoints, docs)
+    local = (agent, store_server, doctor, config_command, report_command, checkpoints, docs)
     parsers |= {parser.prog.split()[-1]: parser for parser in (module.build_parser() for module in local)}
     parsers |= {name: job_commands.build_parser(name) for name in COMMANDS if name not in parsers}
     # Without a JOB, or of a directory, these two are about this machine, and have options of their own.

@@ -26,11 +26,106 @@ accepted. The `PET_` variable of an option counts where the option is not given,
   and 503 when it is stuck. A port that cannot be used is a line in the log. (The released torchrun reads the
   variable, and opens no port.)
 
+## Launch lines of other tools
+
+Each of these lines, except the two that are refused, ran beside torchrun on CPUs, on two nodes that are one machine.
+They had the same ranks, the same
+`GROUP_RANK`, `LOCAL_RANK` and `WORLD_SIZE`, and the same exit code (`tests/torchrun_parity/test_launch_lines.py`;
+the tools themselves in `tests/frameworks/test_launchers.py`). Options and variables stay as they are; only the launcher
+is another one:
+
+- `elasticd run` in place of `torchrun`, `python -m elasticd_agent run` in place of `python -m torch.distributed.run`.
+- A tool that starts `torchrun` by its name takes a script of that name that comes first on `PATH`:
+  `printf '#!/bin/sh\nexec elasticd run "$@"\n' > bin/torchrun; chmod +x bin/torchrun; export PATH=$PWD/bin:$PATH`.
+
+| from | its line or environment | with elasticd |
+|---|---|---|
+"""
+TORCHRUNS = """\
+
 ## torchrun's options
 
 | option | variable | default | | what it does here |
 |---|---|---|---|---|
 """
+LAUNCH_LINES = (
+    (
+        "READMEs, static",
+        "`torchrun --nnodes 2 --node-rank 0 --master-addr A --master-port P`",
+        "the line; the nodes meet over c10d at A:P",
+    ),
+    (
+        "torchrun's documentation, c10d",
+        "`torchrun --nnodes=2 --rdzv-id=J --rdzv-backend=c10d --rdzv-endpoint=A:P`",
+        "the line; without an id, the endpoint names the job",
+    ),
+    (
+        "torchrun with `etcd-v2`",
+        "`torchrun --rdzv-backend=etcd-v2`",
+        "refused; the sentence names `--rdzv-backend etcd`",
+    ),
+    (
+        "`accelerate launch` 1.15",
+        "calls torchrun inside its own process",
+        '`eval "$(python -m elasticd.integrations.accelerate OPTIONS)"; elasticd run train.py`: OPTIONS are '
+        "those of `accelerate launch`, also for several machines",
+    ),
+    (
+        "torchx 0.7, `dist.ddp`",
+        "`bash -c \"torchrun --rdzv_backend c10d … --role ''\"`",
+        "`torchrun` on `PATH`",
+    ),
+    (
+        "Kubeflow v1 (1.9), Master and Workers",
+        "`PET_NODE_RANK`, `PET_MASTER_ADDR` and others, and `MASTER_ADDR`, `RANK`, `WORLD_SIZE`",
+        "the command of the container",
+    ),
+    (
+        "Kubeflow v1 (1.9), `elasticPolicy`",
+        "`PET_RDZV_BACKEND`, `PET_RDZV_ENDPOINT`, `PET_NNODES=2:3`; no id",
+        "the command of the container",
+    ),
+    (
+        "Kubeflow Trainer v2 (2.3)",
+        "`PET_NNODES`, `PET_NPROC_PER_NODE`, `PET_NODE_RANK`, `PET_MASTER_ADDR`, `PET_MASTER_PORT`",
+        "the command of the container",
+    ),
+    (
+        "SkyPilot",
+        "`torchrun --nnodes=$SKYPILOT_NUM_NODES --node_rank=${SKYPILOT_NODE_RANK} …`",
+        "the line",
+    ),
+    (
+        "Slurm",
+        "`srun torchrun --nnodes 2 --rdzv_id $RANDOM --rdzv_backend c10d …`",
+        "the line, with `--kill-on-bad-exit=0 --wait=0`: a cluster with `KillOnBadExit=1` or `WaitTime=5` "
+        "ends all nodes once one has ended. `tests/examples/test_slurm.py` runs `examples/slurm.sbatch` "
+        "against both settings",
+    ),
+    (
+        "Ray, a task that calls torchrun",
+        '`subprocess.call(["torchrun", "--node_rank=0", …])`, with Ray Train\'s `RANK`, `WORLD_SIZE` and `MASTER_ADDR`',
+        "`torchrun` on `PATH`",
+    ),
+    (
+        "`deepspeed --num_gpus`",
+        "`deepspeed --num_gpus 8 train.py`",
+        "refused; the sentence names `--nproc-per-node`",
+    ),
+    (
+        "ultralytics 8.4",
+        "`python -m torch.distributed.run --nproc_per_node 2 --master_port P FILE`, started by "
+        "`model.train(device=[0, 1])`",
+        "the line, with the training in a script; `model.train()` starts torchrun by its interpreter, where "
+        "nothing can take its place",
+    ),
+    (
+        "Lightning 2.6",
+        "`TorchElasticEnvironment` in any of these lines",
+        "the script finds what it finds under torchrun",
+    ),
+)
+"""From where, the line or environment, and what it is with elasticd."""
 OWN = """
 ## elasticd's own options
 
@@ -45,7 +140,18 @@ has a unit: `500ms`, `5s`, `2m`, `1.5h`, `1d`.
 
 def page() -> str:
     theirs = "\n".join(_row(flag, torchrun=True) for flag in TORCHRUN_FLAGS)
-    return HEAD + theirs + "\n" + OWN + "\n".join(_row(flag, torchrun=False) for flag in ELASTICD_FLAGS) + "\n"
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in LAUNCH_LINES)
+    return (
+        HEAD
+        + lines
+        + "\n"
+        + TORCHRUNS
+        + theirs
+        + "\n"
+        + OWN
+        + "\n".join(_row(flag, torchrun=False) for flag in ELASTICD_FLAGS)
+        + "\n"
+    )
 
 
 def _row(flag: Flag, *, torchrun: bool) -> str:

@@ -1,7 +1,8 @@
 """The state that the ranks of a round restore, and how rank 0 chooses it.
 
-The newest state wins: one in the memory of the nodes, or a checkpoint in the directory. A round that has left anything
-in the directory has superseded what older rounds have in memory. Rank 0 walks the lineage from the newest checkpoint,
+The newest state wins: one that ranks hold in their processes, one in the memory of the nodes, or a checkpoint in the
+directory. A round that has left anything in the directory has superseded what older rounds have elsewhere.
+Rank 0 walks the lineage from the newest checkpoint,
 checks each while reading it, and reports which it skipped and why.
 """
 
@@ -42,6 +43,7 @@ SUSPECT_AFTER = 2
 class Source(Enum):
     """The place that a state is read from; whether a node has it here, or gets it from another one, each node finds."""
 
+    PROCESS = "process"
     MEMORY = "memory"
     DISK = "disk"
 
@@ -53,8 +55,9 @@ class Choice:
     source: Source
     manifest: Manifest  #: the description of the state. In memory it has no checksum.
     name: str
-    number: int = 0  #: the number of a save in its round, for a state in memory
-    key: tuple[int, int] = (0, 0)  #: the round that owns a state in memory, and the number of the save in it
+    number: int = 0  #: the number of a save in its round, for a state that is not on the disk
+    key: tuple[int, int] = (0, 0)  #: the round that owns such a state, and the number of the save in it
+    ranks: list[int] = field(default_factory=list)  #: those that hold it in their process
     files: dict[str, list[int]] = field(default_factory=dict)
     """The nodes that hold each file of a sharded state in memory."""
     servers: dict[int, Server] = field(default_factory=dict)
@@ -72,6 +75,10 @@ class Choice:
     def in_memory(self) -> bool:
         return self.source is Source.MEMORY
 
+    @property
+    def in_processes(self) -> bool:
+        return self.source is Source.PROCESS
+
     def placed(self, directory: Path) -> Entry:
         """The chosen checkpoint; in an object store, this node need not have listed it."""
         if (store := store_of(directory)) is not None:
@@ -87,8 +94,9 @@ class Choice:
             "name": self.name,
             "number": None,
         }
-        if self.in_memory:
+        if self.source is not Source.DISK:
             message |= {"number": self.number, "key": self.key, "alike": self.has_alike, "on_disk": self.step_on_disk}
+            message |= {"ranks": self.ranks}
         if self.files:
             message |= {"files": self.files, "servers": self.servers, "copied": self.copied}
         return message
@@ -100,11 +108,12 @@ class Choice:
         if message["number"] is None:
             return cls(Source.DISK, manifest, message["name"])
         return cls(
-            source=Source.MEMORY,
+            source=Source.PROCESS if message.get("ranks") else Source.MEMORY,
             manifest=manifest,
             name=message["name"],
             number=message["number"],
             key=tuple(message["key"]),
+            ranks=message.get("ranks", []),
             files=message.get("files", {}),
             servers={int(node): server for node, server in message.get("servers", {}).items()},
             copied=message.get("copied", []),
@@ -146,7 +155,7 @@ class Chooser:
         """`step`: that to go back to, once in a directory; None: the newest one. A chosen checkpoint is `opened`."""
         self._context, self._directory, self._step, self._opened = context, directory, step, opened
         self.states: list[HeldState] = []
-        """The states in the memory of all nodes, newest first."""
+        """The states in processes and in the memory of all nodes, newest first."""
         self.servers: dict[int, Server] = {}
         self._candidates: list[Entry] = []
         """Checkpoints that may be loaded and have not been tried yet."""
@@ -161,7 +170,7 @@ class Chooser:
         on_disk, skipped = self._lineage(bool(whole))
         newest, on_disk = self._allowed(whole, on_disk)
         if newest is not None and self._is_newest(newest.snapshot, on_disk):
-            return self._in_memory(newest, on_disk[0].manifest.step if on_disk else 0)
+            return self._held(newest, on_disk[0].manifest.step if on_disk else 0)
         for checkpoint in skipped:
             self._report_skipped(checkpoint.path, checkpoint.why)
         self._candidates = on_disk
@@ -180,10 +189,30 @@ class Chooser:
         """The newest state, where files of it are missing."""
         return next((state for state in self.states[:1] if state.missing), None)
 
-    def reject_memory(self, choice: Choice, why: str, below: int = 0) -> None:
-        """No state in memory from step `below` on is of use any more."""
+    def reject_held(self, choice: Choice, why: str, below: int = 0) -> None:
+        """No state in processes or in memory from step `below` on is of use any more."""
         self.states = [state for state in self.states if state.snapshot.draft.step < below]
-        self.report(f"the state of step {choice.step} in memory cannot be used: {why}", choice.step)
+        where = "in processes" if choice.in_processes else "in memory"
+        self.report(f"the state of step {choice.step} {where} cannot be used: {why}", choice.step)
+
+    def judge_places(self, choice: Choice, words: list[Message]) -> Message:
+        """Decide whether this state in processes is used. A word: `why` the rank has no place for it, and whether the
+        rank `holds` a state.
+
+        If a rank that holds none has no place, such as a new process, the state of another rank is tried, where there
+        is one. A rank that holds another state decides nothing: either of the two may be wrong.
+        """
+        failed = [(rank, word) for rank, word in enumerate(words) if word["why"]]
+        if not failed:
+            return {"why": "", "rejected": False}
+        held = f"the state of step {choice.step} in the processes of rank {', '.join(map(str, choice.ranks))}"
+        why = f"{held} has no place in rank {failed[0][0]}: {failed[0][1]['why']}"
+        others = [state for state in self.states if state.ranks != choice.ranks]
+        rejected = any(state.ranks for state in others) and not all(word["holds"] for _, word in failed)
+        if rejected:
+            self.states = others
+            self.report(why, choice.step)
+        return {"why": why, "rejected": rejected}
 
     def reject_checkpoint(self, choice: Choice, why: str) -> None:
         """The checkpoint is damaged."""
@@ -197,15 +226,20 @@ class Chooser:
         refused = step_files.refused()
         return [state for state in self.states if not state.missing and state.snapshot.saved not in refused]
 
-    def _in_memory(self, state: HeldState, step_on_disk: int) -> Choice:
+    def _held(self, state: HeldState, step_on_disk: int) -> Choice:
         snapshot = state.snapshot
         draft, others = snapshot.draft, [other.snapshot for other in self.states if other is not state]
+        for rival in (other for other in self.states if other is not state and other.ranks and state.ranks):
+            if (rival.snapshot.draft.round, rival.snapshot.draft.step) == (draft.round, draft.step):
+                theirs, ours = (", ".join(map(str, one.ranks)) for one in (rival, state))
+                self.report(f"rank {theirs} holds another state of step {draft.step} than rank {ours}", draft.step)
         return Choice(
-            source=Source.MEMORY,
+            source=Source.PROCESS if state.ranks else Source.MEMORY,
             manifest=draft,
             name=draft.name,
             number=snapshot.number,
             key=snapshot.key,
+            ranks=state.ranks,
             files=state.nodes,
             servers=self.servers if state.nodes else {},
             copied=state.copied,

@@ -1,4 +1,9 @@
-"""A session's checkpoints, as everything that saves or restores shares them: the ranks, the directory, the settings."""
+"""A session's checkpoints, as everything that saves or restores shares them: the ranks, the directory, the settings.
+
+It is one value because its parts belong together: a round, its ranks, the directory and what was chosen for saves.
+Whatever saves or restores gets it whole, and no module keeps a second copy of one of its fields that could differ. In
+another round of the same process a new one is made from it (`in_round`).
+"""
 
 from __future__ import annotations
 

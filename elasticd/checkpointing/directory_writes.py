@@ -1,4 +1,9 @@
-"""A session's writes into its directory: by the node's writer, for which rank 0 may wait, or here and now."""
+"""A session's writes into its directory: by the node's writer, for which rank 0 may wait, or here and now.
+
+The process that writes has the directory's lock, and each save is reported once, by the process that knows how it
+ended: by the writer where it writes, by rank 0 where the save was waited for or the writer has died. At the end of the
+script rank 0 waits for the writer, so a program that ends at once after its last step still has its last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,6 @@ class DirectoryWrites:
 
     def take_lock(self, path: Path) -> None:
         """Make the directory if it is missing, and lock it. Raises OSError, DirectoryInUse."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         environment = self._context.environment
         launched = environment.round > 0
         lock = DirectoryLock(path, environment.job, environment.run, claims=not launched)

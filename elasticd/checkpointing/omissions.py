@@ -2,6 +2,17 @@
 
 It is an error where the script cannot mean it, and else a warning, as later in a job that has trained for long. All
 ranks of a script do the same, so each of them finds it at the same step.
+
+What a script forgets costs nothing until a restart, and then work. So each omission is looked for while the work at
+stake is small: in the first steps it is an error, on every rank, with the call that is missing; later it is a warning,
+once, since to end a job that has trained for hours would cost what the check is to save.
+
+Nothing is judged by a single look. An evaluation fetches from a sampler as training does, a search for a learning rate
+steps an optimizer as training does; so a pattern has to repeat, at distances at which only training repeats it. What
+cannot be told apart is not mentioned.
+
+The price is a hook on optimizer steps, which all of torch's optimizers call anyway, and a look at samplers in three of
+32 steps.
 """
 
 from __future__ import annotations
@@ -159,7 +170,7 @@ class Omissions:
             self._tell(what, is_error=bool(another) and number < FIRST_STEPS)
 
     def _is_saved(self, optimizer: Any) -> bool:
-        """True if a part of something else that is attached, such as a wrapper, saves the optimizer's state."""
+        """True if something else that is attached, such as a wrapper, saves the optimizer's state."""
         own = {
             tensor.untyped_storage().data_ptr() for tensor in map(local, training_state.tensors(dict(optimizer.state)))
         }
@@ -272,7 +283,7 @@ class Omissions:
         return sum(usage.fetched for usage in self._usages())
 
     def _usages(self) -> list[Usage]:
-        """The usage of each attached sampler."""
+        """Return the usage of each attached sampler."""
         return [usage_of(sampler) for sampler in self._attached.values() if isinstance(sampler, ElasticBatchSampler)]
 
     def _tell(self, what: str, is_error: bool) -> None:

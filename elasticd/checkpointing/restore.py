@@ -5,12 +5,15 @@ that have been tried.
 
     key              word of each rank                         rank 0's decision               made where
     held             its node's memory (a node's first rank)   restore/N: the choice           always
+                     and what its process holds
     settled          its node has written its shards           restore/N/settled: the choice   shards may be missing
     verified/N       its part of the files is whole, or can    use it, or reject it            the state is sharded
                      be read from their nodes
     read, send       it can read the state                     who sends it, to whom           there are several ranks
     sent, opened     it has received the state                 who still lacks it              a node's memory lacks it
-    draws/N          its random state is known                 use it, or reject it            in memory, several nodes
+    draws/N          its random state is known                 use it, or reject it            not on the disk,
+                                                                                               several nodes
+    placed/N         it can receive each tensor                use it, reject it, or raise     ranks hold the state
     loaded,          it has loaded the state                   all have, or all raise          always
     restored
 
@@ -24,14 +27,15 @@ A state that is rejected because a rank's draws are unknown stays rejected: the 
 that show it, learn of it by `step_files.refused`. Otherwise a round that begins anew and dies before its first save
 would be followed by one that resumes from that state with other random numbers.
 
-`choice` has the rule of the choice, `state_opener` the way of the state to each rank. A restore from the memory of this
-process would be one more `Source`.
+`choice` has the rule of the choice; `state_opener` the way of the state to each rank, `process_state` that of one which
+ranks hold in their processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -39,13 +43,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticd.channel import Message
-from elasticd.checkpointing.at_fault import committed_state, step_files, step_record
-from elasticd.checkpointing.choice import Choice, Chooser, OpenState
+from elasticd.checkpointing.at_fault import committed_state, held_commit, step_files, step_record
+from elasticd.checkpointing.at_fault.donor import Donor
+from elasticd.checkpointing.choice import Choice, Chooser, OpenState, Source
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory import held_states
 from elasticd.checkpointing.memory.buffers import Snapshot, donor_of
 from elasticd.checkpointing.memory.held_states import ShardsInMemory
 from elasticd.checkpointing.memory.writer_client import LOST_PART_S, SnapshotRefused
+from elasticd.checkpointing.process_state import ProcessState
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state import in_place, shard_plan, sharded, training_state
 from elasticd.checkpointing.state.training_state import RandomState, StateDict
@@ -73,11 +79,18 @@ class Resumed:
     """Sentences about what could not be used of it, and on which rank; the same on every rank."""
 
 
-def restore(attached: Mapping[str, Any], optional: Collection[str], step: int | None, saver: Saver) -> Resumed | None:
+def restore(
+    attached: Mapping[str, Any],
+    optional: Collection[str],
+    step: int | None,
+    saver: Saver,
+    holder: Donor | None = None,
+) -> Resumed | None:
     """Load the newest valid checkpoint, or that of `step`, into `attached` on every rank, or raise on every rank; None
-    without a checkpoint. The checkpoint may hold nothing for the names in `optional`.
+    without a checkpoint. The checkpoint may hold nothing for the names in `optional`. `holder` may hold a state in this
+    process.
     """
-    run = Restore(saver, attached, optional, step)
+    run = Restore(saver, attached, optional, step, holder)
     with contextlib.closing(run.opened), training_state.no_garbage_collection():
         return run.resume()
 
@@ -129,7 +142,14 @@ def check_unneeded(context: SaveContext) -> None:
 class Restore:
     """One restore of one rank."""
 
-    def __init__(self, saver: Saver, attached: Mapping[str, Any], optional: Collection[str], step: int | None) -> None:
+    def __init__(
+        self,
+        saver: Saver,
+        attached: Mapping[str, Any],
+        optional: Collection[str],
+        step: int | None,
+        holder: Donor | None,
+    ) -> None:
         """`step`: that to go back to, once in a directory; None: the newest one."""
         context = saver.context
         self._saver, self._context, self._directory = saver, context, context.place
@@ -140,6 +160,8 @@ class Restore:
         self._chooser = Chooser(context, self._directory, step, self.opened)
         """Rank 0's part; unused on the others."""
         self._opener = StateOpener(context, self._directory, self.opened, self._held)
+        self._holder = holder
+        self._process = ProcessState(context, self.opened, None if holder is None else holder.held)
 
     def resume(self) -> Resumed | None:
         choice = self._choose()
@@ -166,8 +188,10 @@ class Restore:
     def _choose(self) -> Choice | None:
         """The state that every rank has open, or can read; None: there is none."""
         may_wait = self._saver.shards(self._attached) is not None
-        held = self._context.channel.collect("held", self._find_held(), "what its node has in memory")
-        self._chooser.states, self._chooser.servers = held_states.parse(held)
+        word = {**self._find_held(), **self._process.describe()}
+        held = self._context.channel.collect("held", json.dumps(word).encode(), "what its node has in memory")
+        in_memory, self._chooser.servers = held_states.parse(held)
+        self._chooser.states = sorted(held_commit.held_states(held) + in_memory, key=held_states.age)
         attempt = 0
         choice = self._choose_once(attempt, may_wait)
         while choice is not None and not self._can_use(choice, attempt):
@@ -176,16 +200,16 @@ class Restore:
             choice = self._choose_once(attempt, may_wait=bool(choice.files))
         return choice
 
-    def _find_held(self) -> bytes:
+    def _find_held(self) -> Message:
         """The states in this node's memory, from its first rank."""
         writer, who = self._context.writer, self._context.environment
         if writer is None or writer.share != 0:
-            return b""
+            return {}
         step_files.refuse(step_files.refused(who.round - 1))
         try:
             snapshots = writer.find_all()
         except (OSError, SnapshotRefused):
-            return b""
+            return {}
         self._held += [
             snapshot for snapshot in snapshots if (snapshot.draft.job, snapshot.draft.run) == (who.job, who.run)
         ]
@@ -228,8 +252,32 @@ class Restore:
             return self._agree_on_shards(choice, attempt)
         if choice.manifest.files and not self._agree_on_files(choice, attempt):
             return False
-        self._opener.open_everywhere(choice, attempt)
-        return not choice.in_memory or self._agree_on_draws(choice, attempt)
+        if choice.in_processes:
+            self._process.open_everywhere(choice)
+            if not self._agree_on_places(choice, attempt):
+                return False
+        else:
+            self._opener.open_everywhere(choice, attempt)
+        return choice.source is Source.DISK or self._agree_on_draws(choice, attempt)
+
+    def _agree_on_places(self, choice: Choice, attempt: int) -> bool:
+        """Every rank has a place for what processes hold; else another state in processes is next.
+
+        Raises CheckpointError, on every rank, where that cannot be: the ranks that hold the chosen state then save it.
+        """
+        has_held = self._holder is not None and self._holder.held is not None
+        word = {"why": self._process.reason_against(self._attached), "holds": has_held}
+        judge = functools.partial(self._chooser.judge_places, choice)
+        verdict = self._context.agree(f"placed/{attempt}", "whether it can receive the state", word, judge)
+        if verdict["why"] and not verdict["rejected"]:
+            self._drop_other(choice)
+            raise CheckpointError(verdict["why"])
+        return not verdict["why"]
+
+    def _drop_other(self, choice: Choice) -> None:
+        """This process gives up a state that has not been chosen."""
+        if self._holder is not None and not (choice.in_processes and self._context.group.rank in choice.ranks):
+            self._holder.drop()
 
     def _agree_on_shards(self, choice: Choice, attempt: int) -> bool:
         """Each node can read the parts of a sharded state that other nodes have in memory."""
@@ -239,7 +287,7 @@ class Restore:
         own = shards.check() if context.environment.local_rank == 0 else ""
         what = f"whether it can read {choice.name} in memory"
         return self._agree_on_use(
-            f"verified/{attempt}", what, own, functools.partial(self._chooser.reject_memory, choice)
+            f"verified/{attempt}", what, own, functools.partial(self._chooser.reject_held, choice)
         )
 
     def _agree_on_draws(self, choice: Choice, attempt: int) -> bool:
@@ -257,7 +305,7 @@ class Restore:
                     self._recorded_random_state(choice, saved)
                 except CheckpointError as error:
                     own = str(error)
-        reject = functools.partial(self._chooser.reject_memory, choice, below=choice.step)
+        reject = functools.partial(self._chooser.reject_held, choice, below=choice.step)
         if self._agree_on_use(f"draws/{attempt}", "whether its random state is known", own, reject):
             return True
         if self._context.environment.local_rank == 0:
@@ -318,8 +366,9 @@ class Restore:
         """
         content = self.opened.load()
         saved = content[training_state.RESERVED]
+        self._drop_other(choice)
         notes = self._load_attached(choice, content)
-        saved_by = donor_of(choice.key[1])
+        saved_by = None if choice.in_processes else donor_of(choice.key[1])
         donor = None if saved_by is None else saved.get(committed_state.DONOR, saved_by)
         rank, world_size = self._context.group.rank, self._context.group.world_size
         states = saved.get("per_rank", {})
@@ -340,6 +389,9 @@ class Restore:
             sharded.scatter(large, shard_plan.load_shards(open_file, lambda metadata: sharded.targets(large, metadata)))
         unused = [name for name in names if name not in large]
         read = functools.partial(in_place.read, opened.fd, content, small, opened.checksum)
+        if choice.in_processes:
+            received = self._process.receive(choice)  # every rank, whatever loading says of its objects
+            read = functools.partial(frozenset, received)
         notes = training_state.scatter(small, content, self._optional, read)
         return notes + [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in unused]
 
@@ -405,6 +457,8 @@ class Restore:
             origin |= {"donor": donor, "steps_saved": max(resumed.step - choice.step_on_disk, 0)}
         if choice.in_memory:
             where += ", in memory"
+        if choice.in_processes:
+            where += f", in the processes of rank {', '.join(map(str, choice.ranks))}"
         reason = "; ".join([where, *self._find_repeated(resumed.step), *resumed.notes])
         path = str(self._directory / choice.name)
         self._context.events.write("resumed", reason, resumed.step, path=path, **origin)
@@ -446,7 +500,7 @@ class Restore:
         if self._goes_back or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
             return []
         # The round before may have had more ranks: those of this node are beside rank 0's.
-        last = max(map(step_record.last_step, step_files.paths_of("commit", round)), default=0)
+        last = max(map(step_record.last_step, step_files.paths_on_node("commit", round)), default=0)
         if last <= step:
             return []
         steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"

@@ -3,6 +3,19 @@
 Rank 0 decides three things at every save, and the others wait for it: whether the planner has to run again, whether the
 disk is ready for another state, and whether every node could take its copy. Otherwise all ranks write their files at
 once and train on when they are done; so it is without our launcher.
+
+The steps of a save, each of which all ranks take together:
+1. "plan": each rank says whether its state has another structure and whether its node still writes an earlier one. Rank
+   0 drops the save, or says whether the plan is made anew.
+2. The plan is made, if needed, by torch's planner on all ranks.
+3. "copy": each rank has a place in its node's buffer, or the reason against it. One refusal makes all ranks write to
+   the disk instead, as half a state in memory is none.
+4. The parts are copied, and training continues. The writers do the rest; the first node's waits for the others and
+   publishes the checkpoint.
+
+An agreement is never skipped by one rank alone: an error on a rank (OSError of a writer that has ended) is carried to
+the end of the save, where this rank leaves with its node's part lost. A checkpoint without a part is never published,
+so a lost part costs this save and no other.
 """
 
 from __future__ import annotations
@@ -155,6 +168,7 @@ class ShardedSaver:
             self.is_busy(False, None if self._context.group.rank else LOST_PART_S)
 
     def _make_plan(self, state: StateDict) -> None:
+        """Have all ranks plan together, without a garbage collection in between, which would make one of them late."""
         with no_garbage_collection():
             self._plan = ShardPlan(state, self._context.group)
 
@@ -182,9 +196,9 @@ class ShardedSaver:
             return False
 
     def _copy(self, draft: Manifest, plan: ShardPlan, layout: Layout | None, why: str, start: float) -> str | None:
-        """Copy this rank's part into its node's memory; where a node takes no copy, returns a token for `_write`.
+        """Copy this rank's part into its node's memory.
 
-        Raises OSError if the writer ends meanwhile.
+        Returns None, or a token for `_write` where a node takes no copy. Raises OSError if the writer ends meanwhile.
         """
         context = self._context
         fd, files, refused = self._borrow(draft, plan, layout)
@@ -284,6 +298,7 @@ class ShardedSaver:
         return fd, files, ""
 
     def _content(self, name: str, plan: ShardPlan, layout: Layout | None) -> Any:
+        """Return the bytes of one of this rank's files, piece by piece."""
         if name == METADATA:
             return iter([plan.metadata])
         if name == STATE and layout is not None:

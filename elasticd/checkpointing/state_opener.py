@@ -1,7 +1,15 @@
 """The chosen state on one rank, and the way to it: from the rank's own node, else sent by the first rank that has it.
 
-The ranks of a node share one copy. A state in memory is received into the node's memory, where all of them open it;
-a checkpoint that a host cannot read is received by each rank into a file of its own.
+The ranks of a node share one copy. A state in memory is received into the node's memory, where all of them open it; a
+checkpoint that a host cannot read is received by each rank into a file of its own.
+
+Opening is an agreement: each rank says whether it can read the state, rank 0 plans who sends it to whom, and all ranks
+follow the plan. A rank that cannot read and is not known to the others would wait alone in a collective, so every error
+is a word in the agreement and not an exception.
+
+Where a node lacks a state that others have in memory, one of its ranks receives it into the node's memory and the
+others open it there, so a node with eight ranks receives it once. If it already holds an almost equal state of the same
+step, only the pieces that differ are sent.
 """
 
 from __future__ import annotations

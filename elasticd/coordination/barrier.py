@@ -64,7 +64,12 @@ class Barriers:
         self.waiting_at: str | None = None
 
     def wait(self, name: str, timeout: float | timedelta | None = None) -> None:
-        """Return once all ranks are here. Raises BarrierTimeout, UsageError, and torch's error for a lost store."""
+        """Return once all ranks are here.
+
+        `timeout` is in seconds or a timedelta; None: the session's decision timeout. Raises BarrierTimeout with the
+        missing ranks and their last status, UsageError for an unusable name or a second thread at a barrier, MissedCall
+        where a rank has passed this call by, and torch's error for a lost store.
+        """
         seconds = self._channel.timeout_s if timeout is None else timeout_seconds(timeout, "barrier(timeout=...)")
         if not isinstance(name, str):
             raise UsageError(f"barrier({name!r}): the name must be a string")
@@ -127,6 +132,13 @@ class Barriers:
 
 
 class _Barrier:
+    """One barrier of this rank: what it has written, what it has read, and the outcome.
+
+    Two threads use it. `attend` runs in a thread of its own, since a frozen store holds its caller; `turn` runs in
+    the publisher's thread, with a connection of its own, and reads the status of those that are missing. The outcome is
+    written once, by compare-and-set, so the two agree, as all ranks do.
+    """
+
     def __init__(
         self,
         channel: StoreChannel,
@@ -158,7 +170,11 @@ class _Barrier:
         self.error: Exception | None = None
 
     def attend(self, store: Any) -> None:
-        """Come, and wait for the outcome."""
+        """Come, and wait for the outcome.
+
+        The number is written before the name is compared, so that others see that this rank has come to *a* barrier;
+        the count is raised last, so that the last rank to count knows that all have the same name.
+        """
         store.set(f"{self._channel.prefix}came/{self._channel.rank}", str(self._number))
         mine = {"name": self._name, "rank": self._channel.rank, "seconds": self._seconds}
         first = json.loads(store.compare_set(self._key + "name", "", json.dumps(mine)))
@@ -265,6 +281,7 @@ class _Barrier:
         return bool(store.check([key])) and int(store.get(key)) >= self._number
 
     def _time_out(self, store: Any, at_once: bool = False) -> None:
+        """End the barrier with the names of those who are missing, unless the last one has just come."""
         missing = self._missing(store)
         if not missing and not at_once:
             return  # the last one has just come, and is about to release all
@@ -280,11 +297,15 @@ class _Barrier:
         self._outcome = json.loads(store.compare_set(self._key + "outcome", "", json.dumps(outcome)))
 
     def _delete_last(self, store: Any) -> None:
+        """Delete the keys of the barrier before this one: every rank has come to this one, so none
+        reads them any more.
+        """
         for key in ("name", "count", "outcome"):
             with contextlib.suppress(RuntimeError):
                 store.delete_key(f"{self._channel.prefix}barrier/{self._number - 1}/{key}")
 
     def _no_answer(self, waited_s: float) -> str:
+        """Return the sentence for a store that has not answered, with the process that serves it."""
         since = f"for {waited_s - self._seconds:.1f} s" if self._came else f"since this rank came {waited_s:.1f} s ago"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             served = "served by a process of its own on rank 0's node"

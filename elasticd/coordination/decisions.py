@@ -23,6 +23,8 @@ COST_SHARE = 0.001
 """Share of the training time that decisions may cost: the price of stopping and saving at one step on every rank."""
 LONGEST_S = 10.0
 """A stop should be noticed soon even where the store is slow; where both limits conflict, the cost gives way."""
+LOOK_S = 0.25
+"""Between two looks for the end of a pause, on each rank."""
 MAX_STORED = 1024
 """Rank 0 may be this many decisions ahead of a rank that is in no collective with it before that rank misses one."""
 _MAX_STEPS = 100_000
@@ -85,8 +87,18 @@ class DecisionPoints:
         self.next = decision.next
         return decision
 
-    def decide_again(self, step: int, decide: Callable[[], tuple[Action, str]], longest_s: float) -> Decision:
-        """A second decision for a step, after a pause: what rank 0's `decide` returns, at most `longest_s` later."""
+    def decide_again(
+        self,
+        step: int,
+        decide: Callable[[], tuple[Action, str]],
+        longest_s: float,
+        rest: Callable[[float], object] = time.sleep,
+    ) -> Decision:
+        """A second decision for a step, after a pause: what rank 0's `decide` returns, at most `longest_s` later.
+
+        The other ranks `rest` for some seconds between two looks: few pauses end by a decision. A wait within torch
+        would have to be broken off by the end of its connection, for which torch prints a C++ trace.
+        """
         key = f"decision/{step}/again"
         if self._channel.rank == 0:
             decision = Decision(step, self.next, *decide())
@@ -94,7 +106,10 @@ class DecisionPoints:
                 self._put(key, decision)
                 self._delete_oldest()
         else:
-            decision = self._read(key, step, self._channel.timeout_s + longest_s)
+            deadline = time.monotonic() + longest_s
+            while not self._channel.exists(key) and time.monotonic() < deadline:
+                rest(LOOK_S)
+            decision = self._read(key, step, self._channel.timeout_s)
         # The duration of a pause is not the duration of a step.
         self._last_step = step
         self._last_at = time.monotonic()

@@ -1,4 +1,5 @@
-"""A pause: all ranks wait at one step, right after its checkpoint, so that the next round loses nothing.
+"""A pause: all ranks wait at one step, right after its checkpoint, so that the next round loses nothing. Where all of
+them stay in their processes, which have the state, there is no checkpoint.
 
 The agent requests it through rank 0's heartbeat when it expects another round soon, and as a rule ends this group
 during it. Otherwise rank 0 ends the pause when the request changes, when the job stops, or after the timeout, and all
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from elasticd.coordination.decisions import Action
 from elasticd.errors import UsageError
-from elasticd.heartbeat.record import PAUSE, REQUEST_KIND, HeartbeatWriter
+from elasticd.heartbeat.record import ALL_STAY, PAUSE, REQUEST_KIND, HeartbeatWriter
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
 TIMEOUT_S = 30.0
@@ -62,6 +63,11 @@ class PauseController:
         if not able:
             self._refuse(step, "nothing is attached, or the script uses no checkpoint directory")
         return able
+
+    @property
+    def all_stay(self) -> bool:
+        """No node leaves in the pause that is requested."""
+        return bool(self._open & ALL_STAY)
 
     def wait(self, step: int, saved: bool, stop: Callable[[], str]) -> tuple[Action, str]:
         """Wait until the pause is over; what all ranks do next, and why. `stop`: why they should stop, or ""."""

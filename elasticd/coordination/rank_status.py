@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import TCPStore
 
+from elasticd.heartbeat.collectives import base_store
+
 PERIOD_S = 1.0
 # With more ranks the period grows: a status takes 10 µs of the store's time (benchmarks/barrier.py), all of them then
 # half a hundredth of a core.
@@ -283,16 +285,10 @@ def new_connection(store: Any) -> Any:
     if hasattr(store, "clone"):
         return store.clone()
     # torch 2.6 cannot. Prefixes are left out, on every rank alike.
-    root = _root(store)
+    root = base_store(store)
     return TCPStore(root.host, root.port, is_master=False) if isinstance(root, TCPStore) else store
 
 
 def is_tcp(store: Any) -> bool:
     """True for a TCPStore under any prefixes."""
-    return isinstance(_root(store), TCPStore)
-
-
-def _root(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
+    return isinstance(base_store(store), TCPStore)

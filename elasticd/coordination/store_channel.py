@@ -97,6 +97,14 @@ class StoreChannel:
         value: bytes = self.store.get(self._full(key))
         return value
 
+    def read_all(self, key: str, what: str) -> list[bytes]:
+        """Every rank's message, as `put` under KEY/RANK."""
+        if self.store is None:
+            return []
+        keys = {f"{key}/{rank}": rank for rank in range(self.world_size)}
+        self._wait(keys, f"{key}/*", what)
+        return list(self.store.multi_get([self._full(each) for each in keys]))
+
     def delete(self, key: str) -> None:
         self.store.delete_key(self._full(key))
 

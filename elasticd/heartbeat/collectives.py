@@ -97,13 +97,13 @@ def process_groups(rank: str, world_size: str) -> list[dict[str, Any]]:
         rpc = sys.modules.get("torch.distributed.rpc.api")
         called = rpc is not None and rpc._is_current_rpc_agent_set()
         closed = not called and (str(default.rank()), str(default.size())) == (rank, world_size)
-        store = _base_store(world.pg_map[default][1])
+        store = base_store(world.pg_map[default][1])
         return [
             {
                 "process_group": [group.group_name, group.group_desc],
                 "backend": str(backend),
                 "unused": group._get_sequence_number_for_group() == 0,
-                "in_job": closed and store is not None and _base_store(own) is store,
+                "in_job": closed and store is not None and base_store(own) is store,
             }
             for group, (backend, own) in list(world.pg_map.items())
         ]
@@ -111,7 +111,7 @@ def process_groups(rank: str, world_size: str) -> list[dict[str, Any]]:
         return []
 
 
-def _base_store(store: Any) -> Any:
+def base_store(store: Any) -> Any:
     """The one that all stores with a prefix share."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -7,7 +7,7 @@ measured on CLOCK_MONOTONIC, which both processes share; no wall clock appears h
 by path, in environments without elasticd: it imports no torch, and of elasticd only what the launcher loads with it.
 
 Layout 1.5, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
-and are guarded by `seq`.
+and are guarded by `seq`; `memory_order` says why that is enough where stores are seen in another order, as on ARM.
 
     0     8s   magic "ELASTICD"          written once, by the agent
     8     u32  major, 12 u32 minor       another major is refused; a newer minor only adds fields
@@ -68,6 +68,7 @@ from dataclasses import dataclass
 
 from elasticd.errors import WireError
 from elasticd.heartbeat.exit_report import ExitReport, decode, encode
+from elasticd.memory_order import order_stores, register_writer
 
 INIT_PROCESS_GROUP = "init_process_group"
 """The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
@@ -80,6 +81,8 @@ STOP, PAUSE = 1, 2
 """An agent's requests; a worker without PAUSE ignores it."""
 REQUEST_KIND = 0xFF
 """The bits of a request that hold its kind. The others may number it."""
+ALL_STAY = 1 << 62
+"""A bit of PAUSE: no node leaves, so processes that can stay need no checkpoint."""
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """Makes a worker that catches it (SigCgt in /proc/PID/status) write the stacks of its threads into ELASTICD_STACKS.
 
@@ -193,6 +196,7 @@ class HeartbeatWriter:
             self._use(_map_file(fd, SIZE))
         finally:
             os.close(fd)
+        register_writer()
         self._file = status.st_ino, os.path.basename(path)
         os.register_at_fork(after_in_child=self._detach)
         self._begin()
@@ -413,10 +417,10 @@ class HeartbeatReader:
         """The heartbeat as it is now, read again while the writer is between two stores; WireError for garbage."""
         raw = b""
         for attempt in range(_READS):
-            before = os.pread(self._fd, 8, _SEQ * 8)
             raw = os.pread(self._fd, _HEADER.size, 0)
-            stable = len(before) == 8 and not before[0] & 1 and before == raw[_SEQ * 8 : _SEQ * 8 + 8]
-            if stable and os.pread(self._fd, 8, _SEQ * 8) == before:
+            order_stores()
+            is_whole = len(raw) == _HEADER.size and not raw[_SEQ * 8] & 1
+            if is_whole and raw == os.pread(self._fd, _HEADER.size, 0):
                 break
             time.sleep(0 if attempt < _QUICK_READS else 0.001)
         return self._decode(raw)
@@ -452,6 +456,7 @@ class HeartbeatReader:
     def _groups(self, progress_ns: int) -> GroupCounts:
         """Read after the last progress, else empty; also while they are being written: the next reading has them."""
         raw = os.pread(self._fd, _GROUPS.size, _GROUPS_AT)
+        order_stores()
         if len(raw) < _GROUPS.size or raw[0] & 1 or raw != os.pread(self._fd, _GROUPS.size, _GROUPS_AT):
             return ()
         _, read_ns, *numbers = _GROUPS.unpack(raw)

@@ -26,7 +26,8 @@ counts the lost ones.
     paused              (all ranks wait at this step, whose checkpoint is on the disk)
     pause_ended         seconds
     scalars             values: the script's own numbers by name, null for one that is not finite
-    message             (something worth a line in the log); saves_at_faults: false if the rank is no donor any more
+    message             (something worth a line in the log); saves_at_faults: false if the rank is no donor any more;
+                        once: the key of a sentence about the script, which each round would repeat
 
 `mono` is CLOCK_MONOTONIC seconds, `wall` is for people only. Unknown kinds and fields are kept: a newer worker may
 write more.

@@ -6,7 +6,7 @@
         for batch in loader:
 
 The loop's body stays as it is. `python -m elasticd.integrations.accelerate` prints what `accelerate launch` would put
-into the environment of its processes, for `elasticd run`.
+into the environment of its processes, and its nodes and processes as variables of torchrun, for `elasticd run`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
 from elasticd.integrations.loader import ElasticLoader, batches_of
-from elasticd.session import init
+from elasticd.session import Session, init
 
 
 class ElasticDataLoader(ElasticLoader):
@@ -38,6 +38,7 @@ class ElasticDataLoader(ElasticLoader):
             accelerator's `gradient_accumulation_steps` make of the present number of ranks. Give it where that number
             may change; the learning rate then follows the schedule as if it never had.
         every, keep, directory: as in `Session.checkpoint`.
+        session: of the script, where `session.run` calls what makes the accelerator; by default one of its own.
 
     Raises UsageError for plug-ins that keep a part of the state on every rank, and without the package.
     """
@@ -51,6 +52,7 @@ class ElasticDataLoader(ElasticLoader):
         every: Any = 50,
         keep: int = 3,
         directory: str | os.PathLike[str] | None = None,
+        session: Session | None = None,
     ) -> None:
         kinds = require("accelerate.utils", "accelerate").DistributedType
         if accelerator.distributed_type in (kinds.DEEPSPEED, kinds.FSDP, kinds.MEGATRON_LM):
@@ -63,7 +65,8 @@ class ElasticDataLoader(ElasticLoader):
             raise UsageError(
                 "ElasticDataLoader: tensor, context and sequence parallelism share batches; leave them out"
             )
-        self.session = init()
+        self.session = session or init()
+        self.session.at_entry(follow_ranks)
         ranks = self.session.world_size
         check_ranks(accelerator.num_processes, ranks, "Accelerator", "on CPUs, give Accelerator(cpu=True)")
         accumulates = accelerator.gradient_accumulation_steps
@@ -123,6 +126,7 @@ class ElasticDataLoader(ElasticLoader):
         scaler = {"scaler": own.scaler} if own.scaler is not None else {}
         kinds = {"model": own._models, "optimizer": optimizers, "scheduler": schedulers, "object": own._custom_objects}
         named = {f"{kind}{n or ''}": part for kind, parts in kinds.items() for n, part in enumerate(parts)}
+        forget_preparation(own._models)
         if not own._models or not optimizers:
             raise UsageError("ElasticDataLoader: accelerator.prepare(model, optimizer, ...) first, then iterate")
         self.session.attach(**named, **scaler, sampler=self.sampler)
@@ -153,6 +157,21 @@ class ElasticDataLoader(ElasticLoader):
         self._backward(loss, **options)
 
 
+def follow_ranks() -> None:
+    """Accelerate keeps rank and world size for the whole process: have it read those of the round again."""
+    state = require("accelerate.state", "accelerate")
+    is_on_cpu = state.PartialState().device.type == "cpu"
+    state.GradientState._reset_state()
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.PartialState(cpu=is_on_cpu)
+
+
+def forget_preparation(models: Iterable[Any]) -> None:
+    """A model that a single rank has prepared would not be wrapped for several, when it is prepared again."""
+    for model in models:
+        vars(model).pop("_is_accelerate_prepared", None)
+
+
 class _Repeated:
     """A schedule that steps several times for each `step()`."""
 
@@ -167,15 +186,29 @@ class _Repeated:
             self._scheduler.step(*args, **options)
 
 
+_PLACES = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint")
+"""Options of torchrun that `accelerate launch` derives from its own."""
+
+
 def main(arguments: list[str]) -> None:
-    """Print `export` lines of what `accelerate launch ARGUMENTS` adds to the environment of its processes."""
+    """Print `export` lines of what `accelerate launch ARGUMENTS` adds to the environment of its processes, and of the
+    nodes and processes that it would start, as the `PET_` variables of torchrun's options."""
     launch = require("accelerate.commands.launch", "accelerate")
     options = launch.launch_command_parser().parse_args([*arguments, "script"])
     options, _, _ = launch._validate_launch_command(options)
+    has_port = options.num_machines > 1 or options.main_process_port is not None
     environment = require("accelerate.utils.launch", "accelerate").prepare_multi_gpu_env(options)
-    for name, value in sorted(environment.items()):
-        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(name) != value:
-            print(f"export {name}={shlex.quote(value)}")
+    found = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(name) != value
+    }
+    for name in _PLACES:
+        value = getattr(options, name, None)
+        if value not in (None, "") and (has_port or name == "nproc_per_node"):
+            found[f"PET_{name.upper()}"] = str(value)
+    for name, value in sorted(found.items()):
+        print(f"export {name}={shlex.quote(value)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@
     trainer.fit(model, elastic.loader(loader))
 
 Lightning's loops stay their own, and so do its checkpoints; a restart continues from the session's.
+
+The callback follows Lightning's hooks and changes none of its loops. Batches come from the session's sampler. The state
+of the fit loop (its counters of steps, epochs and batches), of the other callbacks and of the data module is attached
+as one object, and is loaded when training begins, so `max_steps`, loggers and early stopping continue where they were.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
 from elasticd.integrations.loader import ElasticLoader
-from elasticd.session import init
+from elasticd.session import Session, init
 
 _SHARDING = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 _NUMBER = "__number__"
@@ -40,6 +44,7 @@ class ElasticdCallback:
     Args:
         global_batch: samples in one optimizer step, over all ranks. It does not change with their number.
         every, keep, directory: as in `Session.checkpoint`.
+        session: of the script, where `session.run` calls what makes this callback; by default one of its own.
 
     Raises UsageError without the package.
     """
@@ -49,9 +54,15 @@ class ElasticdCallback:
         return object.__new__(type(cls.__name__, (cls, base), {}))
 
     def __init__(
-        self, global_batch: int, *, every: Any = 50, keep: int = 3, directory: str | os.PathLike[str] | None = None
+        self,
+        global_batch: int,
+        *,
+        every: Any = 50,
+        keep: int = 3,
+        directory: str | os.PathLike[str] | None = None,
+        session: Session | None = None,
     ) -> None:
-        self.session = init()
+        self.session = session or init()
         self._global_batch = global_batch
         self._saves = (every, directory, keep)
         self._loader: ElasticLoader | None = None
@@ -127,8 +138,13 @@ class ElasticdCallback:
         if resumed is not None:
             trainer.fit_loop.reset()  # finds out at which point of its epoch it is
         self._global_step = trainer.global_step
-        backward = pl_module.backward
-        pl_module.backward = lambda loss, *args, **options: backward(loss * self._scale(trainer), *args, **options)
+        backward = getattr(pl_module.backward, "unweighted", pl_module.backward)
+
+        def weighted(loss: Any, *args: Any, **options: Any) -> None:
+            backward(loss * self._scale(trainer), *args, **options)
+
+        weighted.unweighted = backward  # type: ignore[attr-defined]  # a module may be fitted again
+        pl_module.backward = weighted
         # Lightning's handler calls a collective from wherever the signal comes; the session's only notes it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -3,6 +3,18 @@
 Trainer's loop stays its own. The callback exchanges the sampler of its training data, restores its whole state when the
 loop begins, and ends each of its optimizer steps with `session.step()`. Trainer's checkpoints stay the results that
 they are; a restart continues from the session's, which fit any number of ranks and the middle of an epoch.
+
+Three things of Trainer's cannot be left to it. It draws its batches by a sampler that knows neither the number of ranks
+at the save nor the middle of an epoch, so the callback puts the session's sampler in its place, with the number of
+accumulated batches that the present number of ranks needs. It counts tokens or batches to average the loss, so the
+callback scales the loss of batches that are shorter, or stand in for none, to keep the sum over the global batch the
+same for any number of ranks. And it keeps a history of its log in its own checkpoints, so the callback has a file of
+lines beside the session's, cut at the step that was resumed from.
+
+What Trainer was about to do after a step (an evaluation, a save) is part of the state: a restart between the step and
+its evaluation makes up for it, and one after it does not evaluate twice.
+
+Only methods that Trainer documents as overridable are wrapped, and each calls the original one.
 """
 
 from __future__ import annotations
@@ -22,8 +34,9 @@ from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
+from elasticd.integrations.accelerate import follow_ranks, forget_preparation
 from elasticd.integrations.loader import ElasticLoader
-from elasticd.session import init
+from elasticd.session import Session, init
 
 _OVERRIDDEN = ("get_train_dataloader", "compute_loss", "evaluation_loop", "train")
 """Methods of this trainer that the callback wraps; Trainer documents them as those that a subclass may override."""
@@ -41,6 +54,7 @@ class ElasticdCallback:
             present number of ranks. Give it where that number may change.
         every, keep: as in `Session.checkpoint`.
         directory: of the session's checkpoints; by default ELASTICD_CHECKPOINT_DIR, else `elasticd` in `output_dir`.
+        session: of the script, where `session.run` calls what makes the trainer; by default one of its own.
 
     Raises UsageError for a Trainer that shares out model or batches in a way that a session cannot keep.
     """
@@ -53,9 +67,11 @@ class ElasticdCallback:
         every: Any = 50,
         keep: int = 3,
         directory: str | os.PathLike[str] | None = None,
+        session: Session | None = None,
     ) -> None:
         _check(trainer)
-        self.session = init()
+        self.session = session or init()
+        self.session.at_entry(follow_ranks)
         args = trainer.args
         check_ranks(
             args.world_size, self.session.world_size, "Trainer", "on CPUs, give TrainingArguments(use_cpu=True)"
@@ -87,6 +103,9 @@ class ElasticdCallback:
     # --- what the trainer calls in place of its own methods ----------------------------------------------------------
 
     def _train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Call Trainer's own `train`, without a checkpoint of its own where the session has one: rank 0 decides for
+        all.
+        """
         import torch.distributed as dist
 
         has_own = [self.session.rank == 0 and bool(lineage(self._directory)[0])]
@@ -104,6 +123,7 @@ class ElasticdCallback:
         return self._loader
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Return Trainer's loss, scaled to what this micro-batch is worth in the global batch."""
         loss = self._original["compute_loss"](model, inputs, *args, **options)
         if not model.training:
             return loss
@@ -121,7 +141,9 @@ class ElasticdCallback:
     # --- Trainer's events --------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Attach what Trainer has made by now, restore, and continue its counters from the session's state."""
         trainer, sampler = self._trainer, self._loader.sampler
+        forget_preparation([trainer.model])
         scaler = {"scaler": trainer.accelerator.scaler} if trainer.accelerator.scaler is not None else {}
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.session.attach(
@@ -171,6 +193,7 @@ class ElasticdCallback:
         self._micro += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the step in the session, after what Trainer does next is known."""
         sampler = self._loader.sampler
         state.epoch = sampler.epoch + min(sampler.offset / sampler.global_batch + 1, n := sampler.steps_per_epoch) / n
         self._make_up(control)
@@ -248,7 +271,10 @@ class _TrainerState:
         return [callback for callback in callbacks if callable(getattr(callback, "state", None))]
 
     def state_dict(self) -> StateDict:
-        """Called at every step: JSON and back would take 20 to 40 µs of the 200 that a commit may take."""
+        """Return the fields and the callbacks' states, as plain values.
+
+        Called at every step: JSON and back would take 20 to 40 µs of the 200 that a commit may take.
+        """
         fields = {name: getattr(self._trainer.state, name) for name in self._FIELDS}
         callbacks = [callback.state()["attributes"] for callback in self._callbacks()]
         return {"fields": _copy(fields), "callbacks": _copy(callbacks), "due": dict(self._due)}
@@ -296,6 +322,7 @@ class _History:
         self._thread = Thread()
 
     def append(self, line: JsonObject) -> None:
+        """Add a line of the log."""
         with suppress(OSError), self._path.open("a", encoding="ascii") as file:
             file.write(json.dumps(line, default=_plain) + "\n")
         self._put()

@@ -187,7 +187,6 @@ class Watch:
 
     def start(self) -> None:
         self._listen()
-        assert self._hook is not None
         prometheus, alertmanager = (f"127.0.0.1:{port}" for port in self._ports)
         (self.folder / "alertmanager.yaml").write_text(json.dumps(_alertmanager(self._hook.server_port, self.inhibits)))
         (self.folder / "prometheus.yaml").write_text(json.dumps(_prometheus(self.folder, alertmanager, self.rules)))

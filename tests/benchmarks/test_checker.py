@@ -224,6 +224,10 @@ def a_rank_misses_a_step(job: Job) -> None:
     job["record"].remove(find(job["record"], round=3, step=7, rank=1))
 
 
+def a_rank_has_a_state_of_its_own(job: Job) -> None:
+    find(job["record"], round=3, step=8, rank=1)["state"] = "another"
+
+
 def a_step_is_made_twice(job: Job) -> None:
     job["record"].append(copy.deepcopy(find(job["record"], round=3, step=8, rank=1)))
 
@@ -279,6 +283,7 @@ FORGERIES: dict[Callable[[Job], None], str] = {
     an_agent_and_its_rank_tell_different_resumes: "resumes come from the chain: round 3 logs 'resumed from",
     a_round_resumes_twice: "resumes come from the chain: round 3 resumed twice",
     a_loser_is_resumed_from: "no loser is resumed from: round 3 goes back to [1], past round 2",
+    a_rank_has_a_state_of_its_own: "ranks have one state: after step 8 of round 3 ranks differ",
     a_step_is_lost: "no sample lost or repeated: step 6 of round 2 was made by ranks [] of 0",
     a_rank_misses_a_step: "no sample lost or repeated: step 7 of round 3 was made by ranks [0] of 2",
     a_step_is_made_twice: "no sample lost or repeated: step 8 of round 3 was made by ranks [0, 1, 1] of 2",

@@ -153,6 +153,10 @@ def a_round_is_not_shown(d: Daemons) -> None:
     d["notes"]["history"][0]["rounds"].remove(shown(2))
 
 
+def a_cancelled_jobs_round_is_not_shown(d: Daemons) -> None:
+    d["notes"]["history"].append({"mono": 6.5, "job": "j2", "number": 2, "rounds": []})
+
+
 def a_round_is_shown_without_a_reason(d: Daemons) -> None:
     d["notes"]["history"][0]["rounds"][1]["reason"] = ""
 
@@ -189,6 +193,20 @@ def an_agent_is_large(d: Daemons) -> None:
     d["notes"]["observed"].append({"mono": 4.0, "what": "memory", "node": "a", "pid": 7, "bytes": 485_000_000})
 
 
+def a_failure_exits_with_0(d: Daemons) -> None:
+    ending = find(d["notes"]["observed"], number=2, what="ending")
+    ending["exit_code"] = 0
+
+
+def a_worker_dies_by_itself(d: Daemons) -> None:
+    died = event("worker_exited", 2, 3.0, "rank 1 was killed by SIGKILL", pid=200, signal=9, requested=False)
+    d["jobs"]["j1.1"]["a"].append(died)
+
+
+def a_healthy_job_hangs(d: Daemons) -> None:
+    d["jobs"]["j1.1"]["a"].append(event("hang_detected", 2, 3.0, "rank 1 sleeps"))
+
+
 ATTEMPTS = [{"mono": 3.0, "what": what, "on": "x", "worked": False} for what in ATTACKS]
 
 FORGERIES: dict[Callable[[Daemons], None], str] = {
@@ -206,11 +224,15 @@ FORGERIES: dict[Callable[[Daemons], None], str] = {
     a_node_is_lost_with_its_agent: "only the killed are lost: j1.1 lost a in round 3, without a fault there",
     a_runner_is_sent_away: "nobody is sent away for nothing: a: job j2: stopping its runner: a has 0 slots now",
     a_round_is_not_shown: "histories are whole: j1.1 had rounds [2], which its history does not show",
+    a_cancelled_jobs_round_is_not_shown: "histories are whole: j2.2 had rounds [1], which its history does not show",
     a_round_is_shown_without_a_reason: "histories are whole: j1.1: its history has no reason for round 2",
     an_agent_leaves_badly: "agents leave well: the agent of b was stopped and ended with -9",
     something_is_left: "nothing is left: a: process 7 elasticd-owner",
     nobody_has_looked_what_is_left: "nothing is left: the end was not recorded",
     it_ends_too_early: "j1.1: it should end after step 9, and ended after 8",
+    a_failure_exits_with_0: "jobs succeed: j2.2 has cancelled with exit code 0",
+    a_worker_dies_by_itself: "only the killed die: j1.1: rank 1 was killed by SIGKILL (pid 200 on a), without a fault",
+    a_healthy_job_hangs: "only the stopped hang: j1.1: rank 1 sleeps, without a fault",
     an_attack_works: "attacks fail: hostile job 2 did what it must not: read file, /token",
     no_attack_of_a_kind: "attacks fail: no hostile job tried: read file",
     an_agent_is_large: "agents stay small: the agent of a had 485 MB",
@@ -226,6 +248,13 @@ def test_hostile_job_may_harm_itself(tmp_path: Path) -> None:
     fleet = good()
     fleet["attacks"] = {1: ATTEMPTS}
     find(fleet["notes"]["observed"], number=1, what="ending")["outcome"] = "failed"
+    assert judged(fleet, tmp_path) == []
+
+
+def test_round_that_only_a_silent_node_knows_is_no_breach(tmp_path: Path) -> None:
+    fleet = good()
+    a_cancelled_jobs_round_is_not_shown(fleet)
+    fleet["notes"]["history"][-1]["unreachable"] = ["a"]
     assert judged(fleet, tmp_path) == []
 
 

@@ -52,13 +52,13 @@ def test_parts_of_a_run_are_added_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "ok"),
     [
-        (HealthyOutcome("", True, 0, code=0), True),
-        (HealthyOutcome("", True, 0, code=1), False),
-        (HealthyOutcome("", True, 0, code=None), False),
-        (HealthyOutcome("", True, 0, code=0, killed=["hung"], restarts=1), False),
-        (HealthyOutcome("", True, 1, code=0, killed=["hung"], restarts=1), True),
-        (HealthyOutcome("", True, 1, code=0, killed=["hung"] * 2, restarts=2), False),
-        (HealthyOutcome("", True, 0, code=0, restarts=1), False),
+        (HealthyOutcome("", "session", 0, code=0), True),
+        (HealthyOutcome("", "session", 0, code=1), False),
+        (HealthyOutcome("", "session", 0, code=None), False),
+        (HealthyOutcome("", "session", 0, code=0, killed=["hung"], restarts=1), False),
+        (HealthyOutcome("", "session", 1, code=0, killed=["hung"], restarts=1), True),
+        (HealthyOutcome("", "session", 1, code=0, killed=["hung"] * 2, restarts=2), False),
+        (HealthyOutcome("", "session", 0, code=0, restarts=1), False),
     ],
 )
 def test_healthy_job_is_neither_killed_nor_lost(found: HealthyOutcome, ok: bool) -> None:

@@ -3,66 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from benchmarks.guards import GUARDS, Guard
 from benchmarks.history import AgentHistory, History, Training, View, breaches, from_logs
-from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.spec_check import SpecAgreement
 from tests.scenarios import nodes
 
-SCENARIOS = Path(nodes.__file__).parent / "nodes"
-WAITS_FOR_AN_EARLIER_RUN = """\
-> job nodes=1:2 run=17 last_call_timeout_s=0 join_timeout_s=20
-> start a
-> wait 3
-> run 24
-> start c
-> wait 60
-"""
-Break = Callable[[pytest.MonkeyPatch], None]
+FOUND = {
+    "a node reads the Round before it registers": "one round trains",
+    "a Round of an earlier run never replaces one of a later run": "earlier runs are over",
+    "the wait for an earlier run's nodes has a deadline": "nobody waits in silence",
+    "members write their job's spec again where the store has lost it": "spec is the jobs",
+}
 
 
-def registers_before_it_reads(patch: pytest.MonkeyPatch) -> None:
-    """A node whose name is another agent's is refused before it hears of the Round of that agent."""
-    read_round = RendezvousMember._read_round
-
-    def register_first(member: RendezvousMember) -> None:
-        member._registration.turn(member._last_turn)
-        read_round(member)
-
-    patch.setattr(RendezvousMember, "_read_round", register_first)
-
-
-def numbers_before_runs(patch: pytest.MonkeyPatch) -> None:
-    """A Round of an earlier run with a higher number replaces one of a later run."""
-    patch.setattr(Round, "precedes", lambda round, other: round.number < other.number)
-
-
-def waits_without_a_deadline(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SpecAgreement, "is_reached", lambda agreement, now: not agreement._compare())
-
-
-def leaves_the_spec_to_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SpecAgreement, "restore", lambda agreement: None)
-
-
-@pytest.mark.parametrize(
-    ("take_out", "scenario", "found"),
-    [
-        (registers_before_it_reads, "name_taken_over_while_cut_off", "one round trains"),
-        (numbers_before_runs, "earlier_run_in_an_empty_store", "earlier runs are over"),
-        (waits_without_a_deadline, "", "nobody waits in silence"),
-        (leaves_the_spec_to_others, "another_job_in_an_empty_store", "spec is the jobs"),
-    ],
-)
-def test_hole_is_found(take_out: Break, scenario: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (SCENARIOS / f"{scenario}.txt").read_text() if scenario else WAITS_FOR_AN_EARLIER_RUN
-    assert breaches(nodes.play(text)[1]) == []
-    take_out(monkeypatch)
-    assert found in {breach.partition(":")[0] for breach in breaches(nodes.play(text)[1])}
+@pytest.mark.parametrize("guard", [guard for guard in GUARDS if guard.scenario], ids=lambda guard: guard.rule)
+def test_hole_is_found(guard: Guard) -> None:
+    assert guard.play() == []
+    with guard.replaced():
+        assert FOUND[guard.rule] in {breach.partition(":")[0] for breach in guard.play()}
 
 
 def test_second_writer_is_found() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd_agent.hangs.collector.record import NodeEvidence
@@ -301,32 +301,6 @@ JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers(), max_size=2),
     st.just({}), st.just([{}]), st.just([[]]), st.just({"rank": [1]}), st.just("\udcff"), st.just(1e300), st.just(-1),
 )  # fmt: skip
-GARBAGE = st.one_of(
-    st.binary(max_size=200),
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(
-            ["ranks", "rank", "reports", "culprits", "cause", "entries", "node", "step", "idle_s", "state", "kind",
-             "processes", "threads", "frames",
-             "round", "wall", "seconds", "process_group", "collective_seq_id", "input_sizes", "pg_status", "gpus",
-             "where", "verdict", "seen_after_s", "at_wall", "world_size", "nodes", "survivors", "job"]),
-            inner, max_size=6),
-        max_leaves=24,
-    ).map(lambda value: json.dumps(value).encode()),
-)  # fmt: skip
-FILES = ("verdict.json", "reports-a.jsonl", "evidence-a.json", "evidence-b.json", "events.jsonl")
-
-
-@given(contents=st.lists(GARBAGE, min_size=len(FILES), max_size=len(FILES)))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_file_content(contents: list[bytes], tmp_path: Path) -> None:
-    evidence = tmp_path / "round-1" / "evidence"
-    evidence.mkdir(parents=True, exist_ok=True)
-    for name, data in zip(FILES, contents, strict=True):
-        (evidence / name).write_bytes(data)
-    found = explained(evidence, evidence / "events.jsonl")
-    assert page(found).endswith("\n")
-    json.dumps(document(found), allow_nan=False)
 
 
 @given(st.data())

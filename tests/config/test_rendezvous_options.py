@@ -146,6 +146,7 @@ def test_tls_and_credentials(tmp_path: Path) -> None:
         ("--master-addr fe80::1 --master-port 5", ("fe80::1", 5), "static--fe80-1-5"),
         ("--master-addr [::1] --master-port 5 --rdzv-id j", ("::1", 5), "j"),
         ("--rdzv-endpoint a:6", ("a", 6), "static-a-6"),
+        ("--master-addr a.b", ("a.b", 29500), "static-a.b-29500"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
@@ -154,6 +155,14 @@ def test_nodes_with_ranks_meet_at_the_master(line: str, endpoint: tuple[str, int
     meets = given.rendezvous
     assert (meets.backend, meets.endpoints, meets.node_rank, meets.is_host) == ("c10d", (endpoint,), rank, rank == 0)
     assert (meets.min_nodes, meets.max_nodes, given.job_id, given.master_port) == (2, 2, job_id, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "job_id"),
+    [("", {}, "c10d-h-1"), ("", {"SLURM_JOB_ID": "7"}, "7"), ("--rdzv-id j", {"SLURM_JOB_ID": "7"}, "j")],
+)
+def test_endpoint_of_c10d_names_the_job(line: str, environ: dict[str, str], job_id: str) -> None:
+    assert job(f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint h:1 {line} t.py", **environ).job_id == job_id
 
 
 H = "--rdzv-endpoint h"
@@ -176,7 +185,7 @@ WRONG = [
     ("--nnodes 2 --standalone", "--standalone is one node"),
     ("--nnodes 2 --rdzv-backend c10d", "needs --rdzv-endpoint HOST:PORT, where the nodes meet"),
     ("--rdzv-backend etcd", "--nnodes 1:1 with --rdzv-backend etcd needs --rdzv-endpoint"),
-    (f"--nnodes 2 --rdzv-backend c10d {H}", "needs --rdzv-id JOB, the same on every node"),
+    (f"--nnodes 2 --rdzv-backend etcd {H}", "needs --rdzv-id JOB, the same on every node"),
     (f"--nnodes 1:2 --rdzv-backend etcd {H} --rdzv-id none", "random ids, one per node, cannot meet"),
     (f"{MEET} etcd-v2 {H}", "write --rdzv-backend etcd, which speaks v3 here"),
     (f"{MEET} zeus {H}", "'zeus' is not supported: give static, c10d or etcd"),

@@ -6,6 +6,11 @@ Long times pass by hand: the maintenance receives them. The TCPStore is always a
 from __future__ import annotations
 
 import base64
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -364,8 +369,56 @@ def test_versions_differ_between_starts(place: HostedStore) -> None:
     assert again.verbs.read("k") is None
     assert again.verbs.compare_and_swap("k", None, VALUE)
     after = again.verbs.read("k")
-    assert before is not None
-    assert after is not None
     assert after[0] > before[0]
     assert not again.verbs.compare_and_swap("k", before[0], VALUE)
     assert remove(again.wire, "k", None)
+
+
+_NOBODY_READS = """
+import errno, os, socket
+from elasticd_agent.store.c10d.client_process import C10dClient
+ours, agents = socket.socketpair()
+agents.shutdown(socket.SHUT_RD)
+def connect(): raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+C10dClient(connect, ours).serve()
+"""
+
+
+def test_an_agent_that_has_given_up_gets_no_traceback_on_its_console() -> None:
+    ended = subprocess.run([sys.executable, "-c", _NOBODY_READS], capture_output=True, text=True, timeout=SOON_S)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+_WATCHES = """
+import socket, sys
+from torch.distributed import TCPStore
+from elasticd_agent.store.c10d import client_process
+from elasticd_agent.store.c10d.tcp_store import TcpStoreConnection
+client_process.WATCH_RECHECK_S = 0.4
+def connect(): return TcpStoreConnection(TCPStore, "127.0.0.1", int(sys.argv[1]), 10.0)
+client_process.C10dClient(connect, socket.socket(fileno=0)).serve()
+"""
+
+
+def test_watch_of_a_prefix_that_changes_often_is_not_dropped(place: HostedStore) -> None:
+    place.verbs.compare_and_swap("a/changes", None, VALUE)
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", _WATCHES, str(place.port)]
+    with ours, theirs, ours.makefile("rb") as messages:
+        ours.settimeout(SOON_S)
+        client = subprocess.Popen(command, stdin=theirs, env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"})
+        try:
+            assert "ready" in json.loads(messages.readline())
+            request = {"id": 1, "op": "watch", "args": {"prefix": "a/"}, "within": SOON_S}
+            ours.sendall(json.dumps(request).encode() + b"\n")
+            assert json.loads(messages.readline())["ok"]
+            for _ in range(24):  # more than a sixth of the client's time, in which the host's is a sixteenth of its own
+                time.sleep(0.07)
+                version, value = place.verbs.read("a/changes") or [0, ""]
+                assert place.verbs.compare_and_swap("a/changes", version, value)
+                assert json.loads(messages.readline())["changed"] == "a/"
+                place.pass_time(UNWATCHED_S / 16)
+                assert "a/" in entries(place.wire.read(WATCHED))
+        finally:
+            client.kill()
+            client.wait(SOON_S)

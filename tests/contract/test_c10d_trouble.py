@@ -56,7 +56,6 @@ class Agents:
 
 def helper(store: C10dStore) -> psutil.Process:
     found = store._helper
-    assert found is not None
     return psutil.Process(found.process.pid)
 
 
@@ -158,7 +157,6 @@ def restarted_host(agents: Agents, until: Until) -> None:
     assert not client.compare_and_swap("round", before.version, b"2"), "of another time"
     assert client.compare_and_swap("round", None, b"1")
     after = client.read("round")
-    assert after is not None
     assert after.version > before.version
     assert not client.compare_and_swap("round", before.version, b"2"), "the same value, of another time"
     until(lambda: heard, SOON_S)
@@ -207,7 +205,6 @@ def killed_agent(agents: Agents, until: Until) -> None:
     paths = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in (".", "agents"))
     command = [sys.executable, "-c", code, str(agents.host.port)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE) as agent:
-        assert agent.stdout is not None
         port = int(agent.stdout.readline())
         theirs = psutil.Process(agent.pid).children(recursive=True)
         agent.kill()

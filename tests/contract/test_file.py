@@ -58,9 +58,7 @@ def test_reopened_store_has_all_but_leased_keys(folder: Path) -> None:
     store.delete("gone")
     put(store, "taken", b"1")
     lease = store.announce("n", b"leased", 3.0)
-    assert lease is not None
     taken = store.read("taken")
-    assert taken is not None
     assert lease.put("taken", b"2", taken.version) is not None
     versions = {key: found.version for key, found in store.list("").items()}
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
@@ -74,7 +72,6 @@ def test_reopened_store_has_all_but_leased_keys(folder: Path) -> None:
         assert {key: found.version for key, found in again.list("").items()} == {k: versions[k] for k in ("a", "ü/\n")}
         put(again, "n", b"new")
         found = again.read("n")
-        assert found is not None
         assert found.version > max(versions.values()), "a leased key's version must not come again"
         again.close()
         with pytest.raises(StoreUnavailable, match="closed"):
@@ -179,7 +176,6 @@ def test_killed_writer_loses_no_confirmed_record(folder: Path) -> None:
     confirmed = 0
     for kills in range(6):
         process = subprocess.Popen([sys.executable, "-c", WRITES_FOR_EVER, str(path)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
         with process:
             for _ in range(chance.randrange(1, 400)):
                 confirmed = int(process.stdout.readline())

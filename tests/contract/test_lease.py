@@ -100,7 +100,6 @@ def test_a_key_beside_lives_and_ends_with_the_first(store: Store) -> None:
     assert key.announce_beside("leader", b"own", 3.0) is None, "there is no lease yet"
     assert key.create(b"own", 0.0)
     beside = key.announce_beside("leader", b"own", 3.0)
-    assert beside is not None
     assert key.announce_beside("leader", b"own", 3.0) is None, "it is there already"
     assert beside.renew()
     assert beside.ttl_s == key.lease.ttl_s if key.lease else 0.0

@@ -33,7 +33,6 @@ def test_compare_and_swap(store: Store) -> None:
     assert store.compare_and_swap("k", seen, b"2")
     assert not store.compare_and_swap("k", seen, b"3")
     found = store.read("k")
-    assert found is not None
     assert found.value == b"2"
     assert found.version > seen
 
@@ -105,6 +104,14 @@ def test_compare_and_swap_with_a_guard(store: Store) -> None:
     store.delete("planner")
     assert not store.compare_and_swap("round", seen, b"2", guard=("planner", mine)), "there is no planner"
     assert values(store, "round") == {"round": b"1"}
+
+
+def test_deleted_prefix(backend: Backend) -> None:
+    store = backend.store
+    for key in ("job/a/1", "job/a/2", "job/ab", "job/b"):
+        assert store.compare_and_swap(key, None, b"v")
+    assert store.delete("job/a/") and not store.delete("job/a/")
+    assert list(store.list("job/")) == ["job/ab", "job/b"]
 
 
 def test_two_clients_of_one_store(backend: Backend, until: Until) -> None:
@@ -240,11 +247,10 @@ def test_concurrent_writes_have_one_winner(backend: Backend) -> None:
 
     def count_up(me: int) -> None:
         mine = clients[me % 2]
-        start.wait(5)
+        start.wait(SOON_S)
         for _ in range(25):
             while True:
                 found = mine.read("k")
-                assert found is not None
                 if mine.compare_and_swap("k", found.version, str(int(found.value) + 1).encode()):
                     wins.append(me)
                     break
@@ -255,7 +261,6 @@ def test_concurrent_writes_have_one_winner(backend: Backend) -> None:
     for t in threads:
         t.join(20)
     found = store.read("k")
-    assert found is not None
     assert (found.value, len(wins)) == (b"100", 100)
 
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class AgentNode:
         self.jobs: list[dict[str, Any]] = []
         self.python, self.path = sys.executable, [str(REPOSITORY), str(REPOSITORY / "agents")]
         self.process: subprocess.Popen[bytes] | None = None
+        self.popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+        """Starts the agent; a host's own has it live there."""
         self.config = root / "agent.toml"
 
     # --- configuration --------------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ class AgentNode:
 
     def job_table(self, name: str, script: str, *args: str, **how: Any) -> dict[str, Any]:
         path = SCRIPTS / script if (SCRIPTS / script).exists() else Path(__file__).parent / "scripts" / script
-        env = {"WORK": str(self.work), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}", **self._marked()}
+        env = {"WORK": str(self.work), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}", **self.marked()}
         return {
             "id": name,
             "command": [str(path), *args],
@@ -82,7 +84,7 @@ class AgentNode:
             **how,
         }
 
-    def _marked(self) -> dict[str, str]:
+    def marked(self) -> dict[str, str]:
         name, _, value = self.mark.partition("=")
         return {name: value}
 
@@ -100,10 +102,10 @@ class AgentNode:
         self.write()
         path = os.pathsep.join(self.path)
         with open(self.root / "agent.log", "ab") as log:
-            self.process = subprocess.Popen(
+            self.process = self.popen(
                 [*prefix, self.python, "-m", "elasticd_agent", "agent", "--config", str(self.config), *flags],
                 cwd=self.root,  # `-m` would import elasticd from a checkout that is the current directory
-                env={**os.environ, "PYTHONPATH": path, **self._marked(), **env},
+                env={**os.environ, "PYTHONPATH": path, **self.marked(), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -129,17 +131,14 @@ class AgentNode:
 
     @property
     def pid(self) -> int:
-        assert self.process is not None
         return self.process.pid
 
     def kill(self) -> None:
         """SIGKILL."""
-        assert self.process is not None
         self.process.kill()
         self.process.wait(20)
 
     def signal(self, signum: int) -> None:
-        assert self.process is not None
         self.process.send_signal(signum)
 
     def wait(self, within: float = 60.0) -> int:
@@ -254,7 +253,7 @@ class AgentNode:
         """True while the job's runner, or what it started, is there."""
         return alive.is_locked(self.files(job, number).lock)
 
-    def assert_gone(self, within: float = 5.0) -> None:
+    def assert_gone(self, within: float = 15.0) -> None:
         """No process is left of it, nor shared memory of its runners."""
         deadline = time.monotonic() + within
         while left := self.processes():

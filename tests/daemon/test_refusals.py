@@ -98,7 +98,6 @@ def test_pids_of_an_earlier_boot_are_ignored(node: MakeNode) -> None:
             files.record.mkdir(parents=True)
             files.runner_spec.write_bytes(RunnerSpec("old", number, "n1", (0,), "{}").to_json())
             named = alive.ProcessIdentity.of(stranger.pid)
-            assert named is not None
             boot = "an-earlier-boot" if number == 1 else named.boot
             files.lock.write_text(f"{named.pid} {named.started} {boot}\n")
         n1.start()

@@ -162,7 +162,6 @@ def test_failed_start_is_retried_also_with_stderr_closed(tmp_path: Path) -> None
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])},
     ) as process:
-        assert process.stderr is not None
         assert "the agent cannot be started (No such file or directory), retrying in" in process.stderr.readline()
         process.stderr.close()
         beside.rename(late)
@@ -180,7 +179,7 @@ def test_stopped_agent_is_restarted_without_effect_on_jobs(node: MakeNode) -> No
         command = [n1.python, "-m", "elasticd_agent", "agent", "--config", str(n1.config)]
         n1.process = subprocess.Popen(
             [n1.python, "-c", SUPERVISE, "3.0", *command],
-            env={**os.environ, "PYTHONPATH": path, **n1._marked()},
+            env={**os.environ, "PYTHONPATH": path, **n1.marked()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from elasticd_daemon.health.kubernetes_node import CONDITION
 from tests.daemon.conftest import MakeNode
+from tests.daemon.kubernetes_api import serving
 from tests.daemon.node import COLD, AgentNode, lives, until
 
 
@@ -54,6 +57,42 @@ def test_unhealthy_node_returns_its_job_after_cool_off(node: MakeNode, tmp_path:
     assert steps[: left.step + 1] == list(range(1, left.step + 2))
     n1.drain()
     n1.assert_gone()
+
+
+MOUNT = """
+mount -t tmpfs none /run
+mkdir -p /run/secrets/kubernetes.io/serviceaccount
+cp "$1"/* /run/secrets/kubernetes.io/serviceaccount
+shift
+exec "$@"
+"""
+"""A service account where pods have it; then a command."""
+
+
+@pytest.mark.system
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_condition_of_the_kubernetes_node_moves_its_job(node: MakeNode, tmp_path: Path) -> None:
+    """The job leaves at a checkpoint and returns; what others found is not repeated in our own condition."""
+    (tmp_path / "account").mkdir()
+    health = {**ill(tmp_path / "never"), "kubernetes": "report", "cooloff": "1s"}
+    with serving("n1", tmp_path / "account") as api:
+        n1 = node(health=health)
+        checkpoints = str(n1.work / "ck")
+        n1.job("one", "resume.py", "--steps", "100000", "--every", "100000", workers=2, checkpoint_dir=checkpoints)
+        n1.start(prefix=["unshare", "--mount", "sh", "-euc", MOUNT, "pod", str(tmp_path / "account")], **api.variables)
+        n1.wait_for_step(50)
+        until(lambda: api.condition(CONDITION).get("status") == "False", n1.diagnostics)
+        api.set("GpuMemWatch", "True", "[DCGM_FR_FAULTY_MEMORY] GPU 0")
+        left = n1.wait_for_exit("one")
+        reason = n1.event("node_unhealthy")["reason"]
+        assert reason.endswith("kubernetes: GpuMemWatch: [DCGM_FR_FAULTY_MEMORY] GPU 0")
+        assert (left.outcome, left.step) == ("left", n1.steps()[-1][1])
+        api.set("GpuMemWatch", "False")
+        until(lambda: n1.steps()[-1][1] > left.step, n1.diagnostics)
+        assert api.condition(CONDITION)["status"] == "False"
+        assert len(api.patches) == 1
+        n1.drain()
+        n1.assert_gone()
 
 
 @pytest.mark.system

@@ -51,9 +51,8 @@ def test_pod_variables_of_operator_are_ignored() -> None:
     ("argv", "instead"),
     [
         ("--nnodes=2:4 --node-rank=1 --master-addr=node-1 --master-port=29500", "--rdzv-backend c10d"),
-        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node-1", "needs --rdzv-id JOB"),
+        ("--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint=node-1", "needs --rdzv-id JOB"),
         ("--rdzv-backend=etcd-v2 --rdzv-endpoint=e:2379", "write --rdzv-backend etcd"),
-        ("--numa-binding=node", "numactl"),
         ("--event-log-handler=x", "--event-log FILE"),
         ("--logs-specs=x", "--log-dir"),
         ("--nproc-per-node=xpu", "neither a number"),

@@ -58,10 +58,10 @@ class Ran:
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
+                self.process.wait(20)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(5)
+        self.process.wait(20)
 
 
 Run = Callable[..., Ran]

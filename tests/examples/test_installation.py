@@ -37,7 +37,6 @@ def test_installation_without_a_terminal_says_what_it_does(python: Path, tmp_pat
     env = {**os.environ, "SAY_EVERY_S": "0.1", "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()
     with subprocess.Popen([INSTALL, python, "-e", "."], stdout=subprocess.PIPE, text=True, env=env) as run:
-        assert run.stdout is not None
         lines = iter(run.stdout.readline, "")
         line = next(line for line in lines if "Downloading" in line)
         assert line.startswith("still installing after ") and line.endswith(

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 """The machine may be busy with other things: this bounds a wait, it measures nothing."""
 
 Event = dict[str, Any]
@@ -148,7 +148,7 @@ class Job:
 
         until(look, lambda: f"step {step} of rank {rank} in round {round}\n{self.report()}")
 
-    def file(self, name: str) -> str:
+    def file(self, name: str, within: float = PATIENCE_S) -> str:
         """A file that the script writes in one go, once it is there."""
         path = self.work / name
 
@@ -156,7 +156,7 @@ class Job:
             assert self.process.poll() is None or path.exists(), f"ended without writing {name}\n{self.report()}"
             return path.exists() and path.stat().st_size > 0
 
-        until(look, f"file {name}")
+        until(look, lambda: f"file {name}\n{self.report()}", within)
         return path.read_text()
 
     # --- hurting -------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Job:
         """Every process of the job, wherever it went to: by its environment."""
         return {pid: comm_of(pid) for pid in all_pids() if marked(pid, self.mark)}
 
-    def assert_gone(self, within: float = 2.0) -> None:
+    def assert_gone(self, within: float = 10.0) -> None:
         """No process, no shared memory, no port."""
         deadline = time.monotonic() + within
         while left := self._left():

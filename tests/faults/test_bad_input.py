@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.model.exit_codes import REQUEUE
+from elasticd_agent.model.job import REQUEUE
 from tests.etcd import Authority, EtcdServers, etcd_servers
 from tests.faults.conftest import StartJob
 from tests.faults.job import SCRIPTS, Job, until

@@ -26,10 +26,9 @@ def losses(run: Job) -> dict[int, float]:
 def test_interrupted_run_is_bit_identical(job: StartJob, tmp_path: Path) -> None:
     """An interrupted run equals the uninterrupted one bit for bit."""
     whole = job("resume.py", "--steps", "40", flags=["--checkpoint-dir", str(tmp_path / "whole")])
-    assert whole.wait() == 0
     faults = [Fault(1, 13, "SIGKILL"), Fault(0, 27, "SIGKILL"), Fault(1, 38, "exit 3")]
     hurt = job("resume.py", "--steps", "40", faults=faults, flags=["--checkpoint-dir", str(tmp_path / "hurt")])
-    assert hurt.wait() == 0
+    assert (whole.wait(), hurt.wait()) == (0, 0)
     assert hurt.file("digest") == whole.file("digest")
     assert losses(hurt) == losses(whole)
     assert [(event["round"], event["step"]) for event in hurt.events("resumed")] == [(2, 10), (3, 25), (4, 35)]

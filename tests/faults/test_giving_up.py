@@ -38,16 +38,6 @@ def test_user_error_is_not_restarted(job: StartJob, tmp_path: Path, source: str)
     assert not run.events("round_published", round=2)
 
 
-def test_a_mistake_under_the_warm_launcher(job: StartJob, tmp_path: Path) -> None:
-    script = tmp_path / "mistake.py"
-    script.write_text("import torch\ntorch.zeros(2) @ tensor")
-    run = job(script)
-    assert run.wait() == 1
-    assert "NameError" in run.event("job_ended", outcome="failed", restarts=0)["reason"]
-    assert "mistake.py" in run.err.partition("the traceback of the rank that failed first")[2]
-    assert run.event("group_started")["warm"]
-
-
 ATTEMPT = """
 import os, sys, time
 from pathlib import Path
@@ -109,6 +99,8 @@ def test_out_of_gpu_memory_twice_at_one_step(job: StartJob) -> None:
     assert run.wait() == 1
     reason = run.event("job_ended", outcome="failed", restarts=1)["reason"]
     assert reason.startswith("an error in the script, twice after step 3: rank 1 exited with code 1 (torch.OutOfMemory")
+    assert "train.py" in run.err.partition("the traceback of the rank that failed first")[2]
+    assert run.event("group_started")["warm"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +162,7 @@ def test_crash_without_progress_ends_the_job(job: StartJob) -> None:
     failed = [event["mono"] for event in run.events("worker_exited", requested=False)]
     published = [event["mono"] for event in run.events("round_published")][1:]
     waits = [again - fault for fault, again in zip(failed, published, strict=False)]
-    assert [round(wait - 0.4) for wait in waits] == [0, 1, 2]
+    assert all(backoff <= wait < backoff + 10 for backoff, wait in enumerate(waits)), waits
 
 
 @pytest.mark.parametrize("most", [0, 1])

@@ -43,8 +43,8 @@ def test_binary_output_through_tee(job: StartJob) -> None:
     assert b"\xff\xfe not utf-8 \x80\xc3\n" in (run.work / "out").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["with spaces", "größe 数据 \N{SNOWMAN}", "quote'and\"$(both)"])
-def test_paths_of_any_name(job: StartJob, tmp_path: Path, name: str) -> None:
+def test_path_of_any_name(job: StartJob, tmp_path: Path) -> None:
+    name = "größe 数据 \N{SNOWMAN} quote'and\"$(both)"
     work = tmp_path / name
     work.mkdir()
     script = work / f"{name}.py"

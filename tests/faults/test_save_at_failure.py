@@ -128,13 +128,7 @@ HANGS = ["--hang-floor", "1500ms", "--evidence-timeout", "1s"]
     ],
 )
 def test_any_survivor_saves_and_without_one_the_last_save_is_used(
-    job: StartJob,
-    whole: Job,
-    faults: list[Fault],
-    args: list[str],
-    flags: list[str],
-    workers: str,
-    saved: int | None,
+    job: StartJob, whole: Job, faults: list[Fault], args: list[str], flags: list[str], workers: str, saved: int | None
 ) -> None:
     how = {"faults": faults, "workers": workers, "flags": ["--checkpoint-dir", "checkpoints", *flags]}
     run = job("donor.py", "--steps", "30", "--every", "5", *args, **how, **(IMPATIENT if flags else {}))

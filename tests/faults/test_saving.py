@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.conftest import StartJob
+from tests.faults.containers import in_a_small_dev_shm, inside, memory_limit
 from tests.faults.job import until
 
 pytestmark = pytest.mark.system
-
-CGROUPS = Path("/sys/fs/cgroup")
-SMALL = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
-
-
-def in_a_small_dev_shm() -> list[str]:
-    """A command's head: a /dev/shm of 64 MB, as in containers; none without the right to mount."""
-    for unshare in (["unshare", "-m"], ["unshare", "-r", "-m"]):
-        if not subprocess.run([*unshare, "sh", "-c", SMALL, "-", "true"], capture_output=True).returncode:
-            return [*unshare, "sh", "-c", SMALL, "-"]
-    return []
 
 
 def test_writer_and_owner_die_and_dev_shm_is_small(job: StartJob, tmp_path: Path) -> None:
@@ -67,28 +53,12 @@ def test_writer_and_owner_die_and_dev_shm_is_small(job: StartJob, tmp_path: Path
     assert run.wait() == 128 + signal.SIGTERM
 
 
-@contextlib.contextmanager
-def memory_limit(megabytes: int) -> Iterator[list[str]]:
-    """A command's head: a control group with so much memory, as a container has; skips without the right to make it."""
-    first = CGROUPS / "memory" / "memory.limit_in_bytes"
-    group = (first.parent if first.exists() else CGROUPS) / f"elasticd-test-{uuid.uuid4()}"
-    try:
-        group.mkdir()
-        (group / (first.name if first.exists() else "memory.max")).write_text(str(megabytes << 20))
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "-"]
-    finally:
-        group.rmdir()
-
-
 def test_memory_limit_below_two_copies(job: StartJob, tmp_path: Path) -> None:
     """Checkpoints are written while training waits, and nothing is killed."""
     directory = tmp_path / "checkpoints"
     how = ["--steps", "40", "--every", "10", "--ballast", str(300 << 20)]
-    with memory_limit(1500) as prefix:
-        run = job("resume.py", *how, prefix=prefix, flags=["--checkpoint-dir", str(directory)])
+    with memory_limit(1500) as group:
+        run = job("resume.py", *how, prefix=inside(group), flags=["--checkpoint-dir", str(directory)])
         assert run.wait() == 0
     assert "while training waits: two copies of a state of 300 MB take 664 MB more, and " in run.err
     assert "left below the memory limit of 1500 MB" in run.err
@@ -100,8 +70,8 @@ def test_copies_are_given_up_when_the_memory_does_not_suffice(job: StartJob, tmp
     """They fit beside the training of the first steps, and not beside that of later ones."""
     directory = tmp_path / "checkpoints"
     how = ["--steps", "40", "--every", "10", "--ballast", str(300 << 20), "--grow", str(350 << 20)]
-    with memory_limit(1900) as prefix:
-        run = job("resume.py", *how, prefix=prefix, flags=["--checkpoint-dir", str(directory)])
+    with memory_limit(1900) as group:
+        run = job("resume.py", *how, prefix=inside(group), flags=["--checkpoint-dir", str(directory)])
         assert run.wait() == 0, run.err
     assert "no more copies of the state in memory: the kernel has killed a process of this cgroup" in run.err
     assert run.events("resumed")[-1]["step"] in (10, 20)
@@ -109,8 +79,8 @@ def test_copies_are_given_up_when_the_memory_does_not_suffice(job: StartJob, tmp
 
 
 def test_rank_that_the_kernel_kills_for_lack_of_memory(job: StartJob) -> None:
-    with memory_limit(300) as inside:
-        run = job("plain.py", "${local_rank}", "hungry", prefix=inside, flags=["--max-restarts", "1"])
+    with memory_limit(300) as group:
+        run = job("plain.py", "${local_rank}", "hungry", prefix=inside(group), flags=["--max-restarts", "1"])
         assert run.wait() == 1
     reasons = [event["reason"] for event in run.events("worker_exited", signal=int(signal.SIGKILL), requested=False)]
     assert len(reasons) == 2

@@ -24,7 +24,7 @@ def ended_by_themselves(run: Job, number: int) -> list[int]:
 def test_root_cause_that_exits_last(job: StartJob) -> None:
     """Before the first step, and after some."""
     faults = [Fault(0, 1, "raise ValueError", round=1), Fault(0, 9, "raise ValueError", round=2)]
-    run = job("parting.py", "10", "0.2", faults=faults)
+    run = job("parting.py", "10", "0", faults=faults)
     assert run.wait() == 0
     for number in (1, 2):
         assert ended_by_themselves(run, number) == [1, 0], "it did not end last: nothing was tested"

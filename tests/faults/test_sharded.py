@@ -184,8 +184,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("names", "workers", "kind"),
-    [("abc", "1", "fsdp"), ("ab", "2", "fsdp"), ("ab", "2", "hsdp"), ("abc", "1", "zero")],
+    ("names", "workers", "kind"), [("abc", "1", "fsdp"), ("ab", "2", "fsdp"), ("ab", "2", "hsdp"), ("abc", "1", "zero")]
 )
 def test_lost_node_costs_the_steps_since_the_last_save(
     nodes: StartNodes, tmp_path: Path, whole: list[float], names: str, workers: str, kind: str

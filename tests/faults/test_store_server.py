@@ -43,7 +43,6 @@ class Hosted:
         until(lambda: self.told.count(HOSTED) > before, lambda: f"a store: {self.told}")
 
     def end(self, signum: int = signal.SIGTERM) -> int:
-        assert self.process is not None
         self.process.send_signal(signum)
         code = self.process.wait(20)
         self.process = None
@@ -98,7 +97,6 @@ def test_any_node_plans_and_may_die_and_the_store_may_come_back_empty(
         agent.event("group_started", round=1)
     with closing(C10dStore("127.0.0.1", hosted.port, serve=False, timeout_s=5)) as store:
         key = store.read(Keys("job").planner)
-        assert key is not None
         assert store.standalone
         planner = NodeRecord.from_json(key.value).id
         lost = agents.pop(planner)
@@ -107,7 +105,6 @@ def test_any_node_plans_and_may_die_and_the_store_may_come_back_empty(
             agent.event("group_started", round=2)
             assert planner in agent.event("round_published", round=2)["reason"]
         key = store.read(Keys("job").planner)
-        assert key is not None
         assert NodeRecord.from_json(key.value).id in agents
     assert hosted.end(signal.SIGKILL) == -signal.SIGKILL
     for agent in agents.values():

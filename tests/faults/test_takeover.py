@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from tests.faults.conftest import StartJob
 from tests.faults.job import Event, Job, comm_of, descendants, until
 from tests.faults.nodes import COLD
+from tests.faults.test_in_place import entries
 from tests.faults.test_one_host import free_port
 
 pytestmark = pytest.mark.system
@@ -33,20 +34,39 @@ def training(job: StartJob, tmp_path: Path) -> Start:
     return starter(job, "resume.py", "--steps", "100000", flags=["--checkpoint-dir", directory])
 
 
-def starter(job: StartJob, *script: str, flags: list[str] | None = None) -> Start:
-    meet = ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--local-addr", "127.0.0.1"]
+@pytest.fixture
+def staying(job: StartJob, tmp_path: Path) -> Callable[[str, str], Start]:
+    """A node of a job that needs `nnodes`, whose ranks wait in their processes while there are fewer."""
+    directory = str(tmp_path / "checkpoints")
+    return lambda nnodes, conf: starter(
+        job, "stays.py", "", "6", flags=["--checkpoint-dir", directory], nnodes=nnodes, conf=conf
+    )
+
+
+def starter(
+    job: StartJob,
+    *script: str,
+    flags: list[str] | None = None,
+    nnodes: str = "2:3",
+    conf: str = "last_call_timeout=60",
+) -> Start:
+    meet = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--local-addr", "127.0.0.1"]
     meet += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", *(flags or [])]
 
     def start(name: str) -> Job:
-        conf = "last_call_timeout=60" + ("" if name == "a" else ",is_host=0")
-        return job(*script, flags=[*meet, "--node-id", name, "--rdzv-conf", conf], workers="1")
+        own = conf + ("" if name == "a" else ",is_host=0")
+        return job(*script, flags=[*meet, "--node-id", name, "--rdzv-conf", own], workers="1")
 
     return start
 
 
 def server(host: Job) -> int:
     """The process that serves the store."""
-    return until(lambda: next((p for p in descendants(host.pid) if comm_of(p) == SERVER), 0), "the store's process")
+    return until(lambda: next(iter(servers(host)), 0), "the store's process")
+
+
+def servers(agent: Job) -> list[int]:
+    return [pid for pid in descendants(agent.pid) if comm_of(pid) == SERVER]
 
 
 @contextmanager
@@ -97,7 +117,7 @@ def test_hosts_agent_is_stopped_for_a_while(training: Start) -> None:
     for agent in agents.values():
         agent.event("first_step", round=1)
     with stopped(agents["a"].pid, server(agents["a"])):
-        until(lambda: any(SERVER in map(comm_of, descendants(agents[n].pid)) for n in "bc"), "another host")
+        until(lambda: any(servers(agents[n]) for n in "bc"), "another host")
         until(lambda: any("the job's store is at" in agents[n].err for n in "bc"), "the other one is there, too")
     until(lambda: "the job's store is at" in agents["a"].err, lambda: f"a has moved: {agents['a'].err}")
     rank = rank_of(agents["a"])
@@ -108,6 +128,46 @@ def test_hosts_agent_is_stopped_for_a_while(training: Start) -> None:
         after = next_round(agent, 1)
         assert sorted(after["nodes"]) == ["a", "b", "c"]
         agent.event("first_step", round=after["round"])
+
+
+def lose_host(agents: dict[str, Job]) -> list[Job]:
+    """All of a is killed after some steps; the others, whose ranks wait then."""
+    for agent in agents.values():
+        agent.step(10, rank=min(until(lambda agent=agent: entries(agent, 1), "the first round")))  # type: ignore[misc]
+    for pid in agents["a"].processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    left = [agent for name, agent in agents.items() if name != "a"]
+    for agent in left:
+        assert agent.event("group_ended", round=1)["reason"].endswith("1 worker kept for the next round")
+    return left
+
+
+def test_ranks_that_wait_stay_while_another_agent_hosts_the_store(staying: Callable[[str, str], Start]) -> None:
+    """And while its process is started again."""
+    start = staying("3", "last_call_timeout=0")
+    left = lose_host({name: start(name) for name in "abc"})
+    host = until(lambda: next((agent for agent in left if servers(agent)), None), "another host")
+    for agent in left:
+        until(lambda agent=agent: "answers again" in agent.err, "its store")  # type: ignore[misc]
+    pid = server(host)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server(host) != pid, "another process")
+    again = start("a")
+    assert [agent.wait() for agent in (*left, again)] == [0, 0, 0]
+    for agent in left:
+        assert [event["kept"] for event in agent.events("group_started")] == [0, 1]
+
+
+def test_what_ranks_hold_that_wait_is_saved_where_no_store_comes_back(
+    staying: Callable[[str, str], Start], tmp_path: Path
+) -> None:
+    start = staying("2", "last_call_timeout=0,store_away=5")
+    (left,) = lose_host({name: start(name) for name in "ab"})
+    assert left.wait() == 75
+    assert "the store has been unavailable for 5 s" in left.err
+    last = max(step for _, step in left.steps(min(entries(left, 1))))
+    assert [path.name for path in (tmp_path / "checkpoints").glob("r*")] == [f"r1-s{last}"]
 
 
 def next_round(agent: Job, number: int) -> Event:

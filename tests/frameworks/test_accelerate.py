@@ -28,10 +28,7 @@ print(own.mixed_precision, own.state.dynamo_plugin.backend.value, own.device.typ
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "seen"),
-    [([], "bf16 EAGER cpu"), (["--mixed_precision", "no"], "no EAGER cpu")],
-)
+@pytest.mark.parametrize(("options", "seen"), [([], "bf16 EAGER cpu"), (["--mixed_precision", "no"], "no EAGER cpu")])
 def test_environment_is_carried_over(tmp_path: Path, options: list[str], seen: str) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     argv = [sys.executable, "-m", "elasticd.integrations.accelerate", "--config_file", str(tmp_path / "config.yaml")]

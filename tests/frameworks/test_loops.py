@@ -143,3 +143,32 @@ def test_trainers_log_and_checkpoints_have_no_gap_and_no_step_twice(run: Run, tm
     assert [line["step"] for line in logged(job) if "eval_loss" in line] == [63, 127, 189]
     assert [line["step"] for line in logged(job) if "loss" in line] == list(range(10, STEPS, 10))
     assert {path.name for path in (job.folder / "output").glob("checkpoint-*")} == {"checkpoint-100", "checkpoint-189"}
+
+
+@pytest.mark.parametrize("framework", ["transformers", "accelerate", "lightning"])
+def test_ranks_stay_in_their_processes(framework: str, run: Run, tmp_path: Path) -> None:
+    """In `session.run`. With a range the job shrinks to one rank and grows again; with a fixed size no bit differs."""
+    jobs = {name: Job(run, tmp_path / name, HERE / "scripts" / "stays.py", framework, (framework,)) for name in "abc"}
+    for job in jobs.values():
+        job.folder.mkdir()
+    few = 3 if framework == "transformers" else 10
+    jobs["a"].finish(2, "--epochs", few)
+    fixed, elastic = jobs["b"], jobs["c"]
+    for job, workers, epochs in ((fixed, "2", few), (elastic, "1:2", 4 * few)):
+        ran = job.start(workers, "--epochs", epochs)
+        ran.until(lambda job=job: job.saved(20))
+        job.kill(1)
+        if job is elastic:
+            ran.until(lambda: len(elastic.events("group_started")) == 3)
+        else:
+            ran.until(lambda: len(fixed.events("first_step")) == 2)
+            fixed.kill(0)
+        assert ran.wait() == 0, ran.output
+    lines = {name: json_lines(jobs[name].folder / "output" / "entered") for name in "bc"}
+    b, c = ({(round, rank): pid for round, rank, _, pid in lines[name]} for name in "bc")
+    assert b[2, 0] == b[1, 0] and b[3, 1] == b[2, 1], "a survivor did not stay"
+    assert [world for _, rank, world, _ in lines["c"] if rank == 0] == [2, 1, 2]
+    assert c[1, 0] == c[2, 0] == c[3, 0]
+    assert elastic.events("group_started")[-1]["kept"] == 2
+    whole, found = (torch.load(jobs[name].folder / "output" / "final.pt", weights_only=True) for name in "ab")
+    assert [name for name, value in whole.items() if not torch.equal(found[name], value)] == [], ran.output

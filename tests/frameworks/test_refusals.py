@@ -106,11 +106,7 @@ def test_accelerate_before_prepare(tmp_path: Path) -> None:
         (DistributedType.DEEPSPEED, None, "DEEPSPEED keeps a part of the state on every rank"),
         (DistributedType.FSDP, None, "FSDP keeps a part of the state on every rank"),
         (DistributedType.MEGATRON_LM, None, "MEGATRON_LM keeps a part of the state on every rank"),
-        (
-            DistributedType.MULTI_GPU,
-            ParallelismConfig(tp_size=2),
-            "sequence parallelism share batches",
-        ),
+        (DistributedType.MULTI_GPU, ParallelismConfig(tp_size=2), "sequence parallelism share batches"),
     ],
 )
 def test_accelerate_that_divides_the_state(kind: Any, parallel: Any, message: str) -> None:

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from elasticd.checkpointing.storage import manifest
 from elasticd.errors import UsageError, WireError
 from elasticd.heartbeat import record
 from elasticd_agent.hangs import recordings
+from elasticd_agent.hangs.collector import ras
 from elasticd_agent.hangs.explain import load, locate
 from elasticd_agent.hangs.explain.flight import compare
 from elasticd_agent.hangs.explain.json_report import document
@@ -30,6 +31,7 @@ from elasticd_agent.model.reports import GroupTail, HangReport, RankReport
 from elasticd_agent.rendezvous.probe import ProbeAlive
 from elasticd_agent.system.network.http_auth import TokenAuth
 from elasticd_agent.system.network.http_server import HttpRequest, _Handler
+from elasticd_agent.telemetry.report import Report
 from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_agent.torchrun_plugin.member import JobClosed
 from elasticd_agent.torchrun_plugin.plan import Candidate, TorchrunMember, TorchrunRound
@@ -49,7 +51,7 @@ from elasticd_daemon.api.schema import (
     RoundStatus,
     ScalarSeries,
 )
-from elasticd_daemon.cli import tables
+from elasticd_daemon.cli import report_command, tables
 from elasticd_daemon.config.job_file import read_job
 from elasticd_daemon.dashboard.login import LoginCookies
 from elasticd_daemon.dashboard.routes import DashboardRoutes, ResponseCache
@@ -57,6 +59,7 @@ from elasticd_daemon.health.result import GpuUsage
 from elasticd_daemon.records import NodeStatus
 from tests.daemon.api.test_fuzzed import RECORDS
 from tests.daemon.served import JOB, TOKEN, Served
+from tests.hangs import test_ras
 
 RECORDING = {
     "version": "2.5", "comm_lib_version": "2.26", "pg_status": {"0": {"last_completed_collective": 3}},
@@ -243,6 +246,11 @@ def _job_file(data: bytes) -> None:
             read_job(data, kind, "the job")
 
 
+def _ras_answers() -> list[bytes]:
+    ranks = [test_ras.rank(number, 70 + number, AllReduce=40 + number) for number in range(2)]
+    return [test_ras.answer(*ranks, missing=1), *(path.read_bytes() for path in sorted(test_ras.HERE.iterdir()))]
+
+
 def _recording(data: bytes) -> None:
     found = bounded_json.loads(data)
     one = recordings.parse(found) if isinstance(found, dict) else None
@@ -251,12 +259,14 @@ def _recording(data: bytes) -> None:
 
 
 def _events(data: bytes) -> None:
-    timeline = JobTimeline()
+    timeline, report = JobTimeline(), Report(since=120.0)
     for line in data.split(b"\n"):
         found = json.loads(line)
         if isinstance(found, dict) and (event := decode(found)) is not None:
             timeline.feed(event)
+            report.feed(event if event.job else replace(event, job="j"))
     json.dumps(summarize(timeline, "n1", 200.0).to_dict())
+    report_command.page({**report.document(200.0), "logs": 1})
 
 
 def _dashboard(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
@@ -322,6 +332,7 @@ def targets() -> Iterator[dict[str, Target]]:
             "beats": Target(beats, [beat.read_bytes()], (WireError,)),
             "events": Target(_events, [json.dumps(EVENT).encode()], (ValueError, RecursionError)),
             "http": Target(http, REQUESTS, (OSError,)),
+            "ras": Target(ras.parse, _ras_answers(), ()),
             "recordings": Target(_recording, [json.dumps(RECORDING).encode()], (ValueError, RecursionError)),
         }
 

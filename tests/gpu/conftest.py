@@ -20,12 +20,7 @@ from tests.faults.job import Fault, Job
 from tests.gpu.machine import missing
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
-ALONE = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-}
+ALONE = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 """Ranks that pretend to be on machines of their own must not find each other's device: sockets are what is left."""
 TUNED = ("--hang-floor", "2s", "--stopped-after", "1s", "--hang-factor", "3")
 

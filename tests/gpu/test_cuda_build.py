@@ -78,6 +78,27 @@ dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 print("ready", flush=True)
 (ctypes.PyDLL if sys.argv[1] == "held" else ctypes.CDLL)(None).sleep(600)
 """
+LEAVE = """
+import json, os, threading, time
+import torch, torch.distributed as dist
+from elasticd import process_group
+from elasticd.rejoin import transport
+
+torch.accelerator.synchronize = lambda device: None  # there is none
+place = torch.device("cuda", 0)
+for _ in range(2):
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group([0])
+    groups = transport.of_device(place)
+    thread = threading.Thread(target=groups.interrupt)
+    thread.start()
+    groups.leave(process_group.DefaultGroup(0, 1, place, created=True))
+    thread.join()
+time.sleep(1)  # in which a watchdog would have ended the process
+threads = {open(f"/proc/self/task/{tid}/comm").read().strip() for tid in os.listdir("/proc/self/task")}
+print(json.dumps([dist.is_initialized(), sorted(name for name in threads if name.startswith("pt_nccl"))]), flush=True)
+os._exit(0)
+"""
 HOOK = """
 import json, torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -157,9 +178,7 @@ def test_dump_through_the_pipe(python: str, tmp_path: Path, gil: str) -> None:
     env = nccl_environment({}, tmp_path, installed_version("torch", python, {})) | {"TORCH_DIST_USE_NCCL2": "0"}
     pipe, dump = flight_recorder(env, 0) or (None, None)
     assert pipe is not None
-    assert dump is not None
     with start_groups(python, tmp_path, env, ONE_GROUP, gil) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for _ in range(TRIES):
             dump.unlink(missing_ok=True)
@@ -197,7 +216,6 @@ def test_nccl_groups_and_variables(
     pipe, _ = flight_recorder(env, 0) or (None, None)
     assert pipe is not None
     with start_groups(python, tmp_path, env, GROUPS, kind) as process:
-        assert process.stdout is not None
         assert process.stderr is not None
         line = process.stdout.readline()
         assert line, process.stderr.read()
@@ -230,6 +248,14 @@ def test_nccl_groups_and_variables(
     assert "deprecated" not in said or not known
 
 
+def test_groups_are_aborted_and_made_again(python: str, tmp_path: Path) -> None:
+    """Of the older class, without communicators; the other one cannot be aborted without a driver."""
+    with start_groups(python, tmp_path, {"TORCH_DIST_USE_NCCL2": "0"}, LEAVE) as process:
+        said, errors = process.communicate(timeout=LIMIT_S)
+    assert said, errors
+    assert json.loads(said) == [False, []]
+
+
 def recorded_by_gloo(recorder: dict[str, Any]) -> list[dict[str, Any]]:
     """Beside another recorder, or alone."""
     return list((recorder if recorder["recorder"] == "gloo" else recorder["gloo"])["entries"])
@@ -247,7 +273,6 @@ def test_recording_of_a_hook(python: str, tmp_path: Path, version: tuple[int, in
     assert dump["recorder"] == "fake"
     assert [one["complete"] for one in dump["unrecorded"]] == [False]
     found = parse(dump)
-    assert found is not None
     assert [(one.last, one.pending, one.backend) for one in found.tails() if not one.unrecorded] == [(2, 0, "fake")]
 
 

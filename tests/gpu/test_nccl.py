@@ -116,3 +116,20 @@ def assert_hung(run: Job, number: int, hang: Hang, device: str) -> None:
     assert run.event("first_step", round=number + 1)["step"] > (GAP * number) - 2 * EVERY
     until((evidence / "verdict.json").exists, "the verdict beside the evidence")  # written when all is said and done
     assert json.loads((evidence / "verdict.json").read_text())["action"] == "restart"
+
+
+def test_ras_counts_what_a_rank_has_not_launched(
+    gpu_job: StartGpuJob, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torch's recorder. Each gathering asks NCCL itself."""
+    if device != "cuda":
+        pytest.skip("gloo has no RAS")
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        monkeypatch.setenv(name, "0")
+    run = gpu_job([Fault(1, GAP, "sleep", 1)])
+    run.event("round_published", round=2)
+    (record,) = (run.work / "log" / "round-1" / "evidence").glob("evidence-*.json")
+    launches = {rank.rank: rank.launches for rank in NodeEvidence.from_json(record.read_bytes()).ranks}
+    assert any(count.launched == count.most for count in launches[0]), launches
+    assert any(count.launched < count.most for count in launches[1]), launches
+    ends_well(run, 2)

@@ -1,7 +1,7 @@
 """Healthy jobs that wait: none of them is killed, and none is lost. One table for the benchmark and the tests.
 
-Each is a run of scripts/waits.py, with a session and without one, under the default policy; what a script cannot do to
-itself (`harm`) is done from outside.
+Each is a run of scripts/waits.py under the default policy: with a session, within its `run`, and without one. What a
+script cannot do to itself (`harm`) is done from outside.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ HEALTHY = (
     HealthyWait("dlopen of 25 s under the GIL", "rank0", "dlopen", 25, harm="cc"),
     HealthyWait("SIGSTOP of all ranks for 30 s", "nowhere", "idle", 30, harm="stop-all"),
 )
+SCRIPT_KINDS = ("session", "run", "plain")
+"""With a session, with its training within session.run(), and with no word of elasticd."""
 BY_NAME = {wait.name: wait for wait in HEALTHY}
 QUICK = [wait for wait in HEALTHY if wait.wait_s <= QUICK_S and not wait.busy]
 
@@ -169,7 +171,7 @@ class HealthyOutcome:
     """One run. `killed`: the sentence of every verdict. `restarts`: rounds after the first. `code` None: no end."""
 
     name: str
-    session: bool
+    script: str
     allowed: int
     killed: list[str] = field(default_factory=list)
     reported: int = 0
@@ -191,9 +193,9 @@ class HealthyOutcome:
         return not self.lost and not self.wrong and max(len(self.killed), self.restarts - self.faults) <= self.allowed
 
 
-def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str] = ()) -> HealthyOutcome:
+def observe(wait: HealthyWait, script: str, folder: Path, flags: Sequence[str] = ()) -> HealthyOutcome:
     """Runs the job to its end, or until it has taken far too long."""
-    outcome = HealthyOutcome(wait.name, session, wait.kills if session else 0, faults=wait.faults)
+    outcome = HealthyOutcome(wait.name, script, wait.kills if script != "plain" else 0, faults=wait.faults)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         env = {"SLOW_SERVER": str(stack.enter_context(harms.slow_server()))}
@@ -201,7 +203,7 @@ def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str]
             env["QUOTA"] = str(stack.enter_context(harms.quota(0.04)))
         if wait.harm == "stdout":
             stack.enter_context(_blocked_output(folder, after_s=wait.wait_s))
-        job = _start(wait, session, folder, flags, env)
+        job = _start(wait, script, folder, flags, env)
         stack.callback(job.end)
         try:
             if (harm := _HARMS.get(wait.harm)) is not None:
@@ -222,10 +224,15 @@ def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str]
     return outcome
 
 
-def _start(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str], env: dict[str, str]) -> Job:
+def _start(wait: HealthyWait, script: str, folder: Path, flags: Sequence[str], env: dict[str, str]) -> Job:
     logs = [] if wait.harm == "stdout" else ["--log-dir", str(folder / "log")]  # or the output would go to files
-    flags = [*flags, *wait.flags, *logs, *(["--checkpoint-dir", str(folder / "checkpoints")] if session else [])]
-    args = [wait.place, wait.use, f"{wait.seconds:g}", *wait.args, *(["--session"] if session else [])]
+    flags = [
+        *flags,
+        *wait.flags,
+        *logs,
+        *(["--checkpoint-dir", str(folder / "checkpoints")] if script != "plain" else []),
+    ]
+    args = [wait.place, wait.use, f"{wait.seconds:g}", *wait.args, *([f"--{script}"] if script != "plain" else [])]
     return Job(folder, SCRIPT, *args, workers=str(wait.workers), flags=flags, env=env)
 
 

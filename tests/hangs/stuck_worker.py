@@ -37,7 +37,6 @@ def worker(until: Until) -> Iterator[StartWorker]:
         command = [sys.executable, "-I", "-c", code, *args]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         started.append(process)
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         until(lambda: procfs.state(process.pid) == state, 20)
         return process.pid
@@ -47,7 +46,6 @@ def worker(until: Until) -> Iterator[StartWorker]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        assert process.stdout is not None
         process.stdout.close()
 
 
@@ -76,6 +74,7 @@ class MakeEvidence(Protocol):
         spy: str | None = None,
         temporary: Path | None = None,
         nvml: str | None = None,
+        ras: int = 0,
     ) -> EvidenceCollector: ...
 
 

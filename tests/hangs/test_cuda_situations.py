@@ -199,7 +199,6 @@ def test_verdict_by_nccl_recorder(case: Cuda, kind: Kind) -> None:
     assert verdict(case, case.healthy_s, kind) is None
     if case.hung_s is not None:
         found = verdict(case, case.hung_s, kind)
-        assert found is not None
         assert (found.cause, tuple(one.rank for one in found.culprits)) == (case.cause, case.culprits), found.why
 
 
@@ -223,13 +222,11 @@ def test_main_thread_in_gloo_may_wait_for_a_healthy_rank(facts: dict[str, Any], 
     """Their devices wait for each other."""
     ranks = [rank({PAIR: (1, 0), OTHER: (0, 0)}, facts), rank({PAIR: (0, 0), OTHER: (1, 0)}, SLEEPS)]
     found = verdict(Cuda(ranks, 0, None), 61)
-    assert found is not None
     assert found.ends is ends
 
 
 def test_ceiling_ends_a_group_of_unknown_kind() -> None:
     found = verdict(SITUATIONS["two groups in opposite order"], 1850, "nccl2 of 2.14")
-    assert found is not None
     assert found.ends
 
 
@@ -319,10 +316,8 @@ def test_few_pairs_of_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_verdict_names_collective_and_group() -> None:
     found = verdict(SITUATIONS["a rank that a sub-group waits for sleeps"], 61)
-    assert found is not None
     assert found.why.startswith(
         "rank 1 on n0 (step 100) has not enqueued collective 6 of the NCCL group of ranks 0, 1: it waits in data.py:3"
     )
     behind_two = verdict(SITUATIONS["the culprit is behind two groups"], 61)
-    assert behind_two is not None
     assert "; 1 rank waits in an NCCL collective" in behind_two.why, "rank 0 waits in another group than the culprit's"

@@ -84,7 +84,7 @@ def test_floor_replaces_the_least_deadline_of_a_learned_start() -> None:
 
 def test_new_round_excludes_its_first_steps() -> None:
     learned = after([0.2] * 500)
-    again = after([90, 40], learning.begin_round(learned))
+    again = after([90, 40], replace(learned, steps=0))
     assert deadline(again) == deadline(learned)
     assert deadline(after([90, 40], learned)) > 100
 

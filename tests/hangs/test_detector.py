@@ -95,7 +95,6 @@ def test_gathered_only_after_evidence() -> None:
     detector.evidence_gathered(found(), 104.3)
     detector.update(observation(4.4), 5.0, 104.4)
     last = peers.reports[-1]
-    assert last is not None
     assert last.gathered
     assert {(rank.where, rank.evidence) for rank in last.ranks} == {("collective", True)}
 
@@ -111,7 +110,6 @@ def test_progress_withdraws_report() -> None:
     assert not detector.suspected
     detector.update(observation(4.0), 5.0, 110.0)
     last = peers.reports[-1]
-    assert last is not None
     assert not last.gathered, "evidence of an older detector is none of this one"
 
 
@@ -203,7 +201,6 @@ def test_group_that_is_about_to_start_is_reported() -> None:
     detector.report_requested(4, True)
     detector.update(observation(0.0, 4), 2.0, 2.0)
     (report,) = peers.reports
-    assert report is not None
     assert (report.round, report.why, [rank.idle_s for rank in report.ranks]) == (4, "", [0.0, 0.0])
     assert peers.gathered == []
     detector.begin(4, TARGETS, HERE)

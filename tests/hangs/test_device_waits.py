@@ -14,6 +14,7 @@ from elasticd.heartbeat import record as beat
 from elasticd_agent.hangs.observer import GroupObserver, Observation
 from elasticd_agent.hangs.rank import RankState
 from tests.hangs.stuck_worker import StartWorker
+from tests.library.fake_recorders import C10D
 
 pytestmark = pytest.mark.system
 REPO = str(Path(__file__).parents[2])
@@ -41,7 +42,7 @@ recorder = types.SimpleNamespace(
     _dump_nccl_trace_json=lambda includeCollectives: json.dumps({{"pg_status": {{"4": counts}}}}).encode())
 world = types.SimpleNamespace(default_pg=group, pg_map={{group: None}}, pg_group_ranks={{group: {{0: 0, 1: 1}}}})
 c10d = types.SimpleNamespace(_world=world, GroupMember=types.SimpleNamespace(WORLD=group))
-sys.modules["torch._C._distributed_c10d"], sys.modules["torch.distributed.distributed_c10d"] = recorder, c10d
+sys.modules[{C10D!r}], sys.modules["torch.distributed.distributed_c10d"] = recorder, c10d
 device = ctypes.CDLL(library)
 writer = HeartbeatWriter(heartbeat)
 HeartbeatThread(writer).start()

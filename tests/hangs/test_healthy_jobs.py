@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hangs.healthy import QUICK, HealthyWait, observe
+from tests.hangs.healthy import QUICK, SCRIPT_KINDS, HealthyWait, observe
 
 UNLIKE = (
     HealthyWait("unequal all_to_all", "all-to-all", "idle", 9, workers=3),
@@ -19,19 +19,19 @@ UNLIKE = (
 @pytest.mark.timeout(180)
 def test_ranks_that_legitimately_differ_are_not_killed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(UNLIKE)) as pool:
-        outcomes = list(pool.map(lambda wait: observe(wait, False, tmp_path / wait.place), UNLIKE))
+        outcomes = list(pool.map(lambda wait: observe(wait, "plain", tmp_path / wait.place), UNLIKE))
     assert [str(one) for one in outcomes if not one.ok] == []
     assert all(one.suspected for one in outcomes), "or nothing was tried"
 
 
 @pytest.mark.system
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("session", [True, False], ids=["session", "plain"])
-def test_short_waits_are_not_killed(tmp_path: Path, session: bool) -> None:
+@pytest.mark.parametrize("script", SCRIPT_KINDS)
+def test_short_waits_are_not_killed(tmp_path: Path, script: str) -> None:
     """Four jobs at a time: mostly they sleep."""
 
     def run(wait: HealthyWait) -> str:
-        outcome = observe(wait, session, tmp_path / wait.name.replace("/", " "))
+        outcome = observe(wait, script, tmp_path / wait.name.replace("/", " "))
         return "" if outcome.ok else str(outcome)
 
     with ThreadPoolExecutor(4) as pool:

@@ -72,6 +72,7 @@ CASES = {
     "receives in another thread, too": ([SAME, replace(RECEIVES, alone=False), SAME], None),
     "receives, and its Python moves": ([SAME, replace(RECEIVES, moved_s=0.1), SAME], None),
     "receives, and its reduction is under way": ([SAME, replace(RECEIVES, groups=SAME.groups), SAME], None),
+    "all receive, and reductions of two are under way": ([replace(RECEIVES, groups=SAME.groups)] * 2 + [RECEIVES], []),
     "all receive, one has exited": ([RECEIVES, RECEIVES, EXITED], None),
     "another thread of the script": ([at((D, 20, 20, "x"), alone=False), at((D, 20, 20, "y"), alone=False)], None),
     "left too early": ([SAME, EXITED], [1]),
@@ -100,6 +101,7 @@ CASES = {
     "in a call of the session": ([IN_SAVE, SAME], []),
     "in a call of the session, the other one is late": ([IN_SAVE, replace(SAME, where="elsewhere")], None),
     "in a call of the session, the other one has exited": ([IN_SAVE, EXITED], []),
+    "in a call of the session, and a reduction is under way": ([replace(IN_SAVE, groups=SAME.groups), EXITED], []),
     "paused for the next round": ([replace(BEHIND, phase="barrier", barrier="pause"), SAME], None),
     "left, counts are NCCL's": ([replace(SAME, nccl_groups=((1, 30, 30),)), EXITED], None),
     "left, count unknown": ([SAME, replace(EXITED, collectives=-1)], None),
@@ -124,7 +126,6 @@ def test_receiver_on_one_of_two_nodes_may_hear_from_the_other() -> None:
 def test_crossed_groups_are_named() -> None:
     first, second = CASES["two groups crossed"][0]
     found = prove([RankState("a", first), RankState("a", replace(second, rank=1))], [])
-    assert found is not None
     assert found.why == (
         "rank 0 waits in x (#7 of group 1), which rank 1 has not issued; "
         "rank 1 waits in x (#5 of group 2), which rank 0 has not issued"
@@ -172,10 +173,25 @@ def test_data_that_is_no_recording(data: dict[str, object]) -> None:
 def test_cause_of_another_collective(deviation: str, cause: str) -> None:
     reports = [SAME, at((D, 20, 20, "broadcast"), deviation=deviation), SAME]
     found = prove([RankState("a", replace(one, rank=number)) for number, one in enumerate(reports)], [])
-    assert found is not None
     assert found.cause == cause
+
+
+def test_sentence_names_eight_ranks() -> None:
+    for waiting, names in ((8, "ranks 0, 1, 2, 3, 4, 5, 6, 7 wait"), (9, "ranks 0, 1, 2, 3, 4, 5, 6, 7 … wait")):
+        reports = [*[SAME] * waiting, at((D, 20, 20, "broadcast"))]
+        found = prove([RankState("a", replace(one, rank=number)) for number, one in enumerate(reports)], [])
+        assert found is not None and found.why.startswith(f"{names} in all_reduce (#20 of the default group)")
+
+
+def test_entries_without_a_number_are_left_out_and_three_sizes_are_shown() -> None:
+    entry = {"profiling_name": "gloo:all_reduce", "process_group": ["0", "default_pg"], "input_sizes": [[4], [2, 3], 5]}
+    found = parse({"version": "2.10", "entries": [{**entry, "collective_seq_id": n} for n in (1, "x", None, True)]})
+    assert [tail.kinds for tail in found.tails()] == [((1, "all_reduce of 4, 2×3, 5"),)]
 
 
 def test_tail_has_the_unfinished_collective() -> None:
     (tail,) = recorded(*["broadcast", "all_reduce", "barrier"] * 10, "all_reduce").tails()
     assert (tail.group, tail.last, tail.pending, dict(tail.kinds)[30]) == (D, 31, 30, "barrier")
+    (tail,) = recorded(*["broadcast", "all_reduce", "barrier"] * 20).tails()
+    kinds = dict(tail.kinds)
+    assert (tail.last, tail.pending, kinds[30], kinds[31], kinds[60]) == (60, 30, "barrier", "broadcast", "barrier")

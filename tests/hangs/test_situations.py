@@ -122,7 +122,7 @@ def assert_hung(run: Job, number: int, situation: Situation) -> None:
 
 def assert_evidence(run: Job, number: int, situation: Situation, killed: Event, again: bool) -> None:
     evidence = run.work / "log" / f"round-{number}" / "evidence"
-    assert f"elasticd explain {evidence}\n" in run.err
+    until(lambda: f"elasticd explain {evidence}\n" in run.err, run.report)
     # What was decided is written by the side, nobody waits for it.
     path = evidence / "verdict.json"
     until(lambda: path.exists() and json.loads(path.read_text())["action"] == "restart", str(path))

@@ -17,6 +17,7 @@ from elasticd_agent.job.exit_cause import (
     shared_error,
 )
 from elasticd_agent.model.messages import ExitReport, ExitStatus, WorkerExited
+from tests.library.fake_recorders import C10D
 
 # As torch 2.13 raised it in a survivor whose gloo peer was killed.
 GLOO = (
@@ -69,7 +70,7 @@ RuntimeError: no data
         (raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered"), None, True),
         (raised("torch.AcceleratorError", "CUDA error: device-side assert"), None, True),
         (raised("torch.distributed.DistBackendError"), None, True),
-        (raised("torch._C._distributed_c10d.DistStoreError"), None, True),
+        (raised(f"{C10D}.DistStoreError"), None, True),
         (raised("elasticd.errors.DecisionTimeout"), None, True),
         (raised("elasticd.errors.BarrierTimeout", "", ("elasticd.errors.ElasticdError", "Exception")), None, True),
         (raised("ConnectionResetError"), None, True),
@@ -169,6 +170,7 @@ def test_repeat_key(exit: WorkerExited, shared: bool, key: str) -> None:
     [
         (raised("RuntimeError", GLOO), True),
         (raised("RuntimeError", "[/gloo/transport/tcp/pair.cc:537] Connection reset by peer"), True),
+        (raised("DistNetworkError", "failed to recv, got 0 bytes. Connection was likely closed."), True),
         (raised("ConnectionResetError"), True),
         (raised("http.client.RemoteDisconnected", "", ("ConnectionResetError", "ConnectionError")), True),
         (raised("BrokenPipeError"), True),

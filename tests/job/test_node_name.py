@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.job.node_name import NodeName, claim_node_name
+from elasticd_agent.job.join import NodeName, claim_node_name
 from elasticd_agent.model.job import JobSpec, Mode, Rendezvous
 
 HOST = socket.gethostname()

@@ -14,12 +14,19 @@ from elasticd.heartbeat.record import Heartbeat
 from elasticd.heartbeat.worker_events import WorkerEvent
 from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.job.listener import JobLeft, StopStarted
+from elasticd_agent.job.listener import JobLeft, SparesChanged, StopStarted
 from elasticd_agent.job.reporting import JobReporter
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.log_events import LogEvent
-from elasticd_agent.model.messages import ExitStatus, FirstStep, RoundPublished, StepRules, StopRequested, StoreExited
-from elasticd_agent.model.notices import FaultDetected
+from elasticd_agent.model.messages import (
+    ExitStatus,
+    FaultDetected,
+    FirstStep,
+    RoundPublished,
+    StepRules,
+    StopRequested,
+    StoreExited,
+)
 from elasticd_agent.model.records import BudgetState, Member, Round
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.telemetry.console import PlainConsole
@@ -71,6 +78,31 @@ def test_world_size_target_counts_all_nodes(
     served = reporter.metrics.render().decode()
     assert f'elasticd_world_size{{job_id="lm",node="a"}} {here}.0' in served
     assert f'elasticd_world_size_target{{job_id="lm",node="a"}} {aim}.0' in served
+
+
+@pytest.mark.parametrize(
+    ("flags", "members", "waits", "ready"),
+    [
+        ("--nproc-per-node 2 --spares 2", (Member("a", "x", (0, 1)),),
+         "slots 2 and 3 of a wait as spares: the job has its 2 workers",
+         "slots 2 and 3 of a stand by as spares: 2 workers at session.run()"),
+        ("--nnodes 1 --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm", (Member("b", "x", (0, 1)),),
+         "a waits as a spare: the job has its 1 node", "a stands by as a spare: 2 workers at session.run()"),
+    ],
+    ids=["slots", "node"],
+)  # fmt: skip
+def test_spares_are_told_and_counted(
+    flags: str, members: tuple[Member, ...], waits: str, ready: str, start: StartReporter
+) -> None:
+    written: list[LogEvent] = []
+    reporter = start(flags, written)
+    reporter.on(RoundPublished(Round(1, members, cause="start")), 1.0)
+    for spares in (SparesChanged((2, 3)), SparesChanged(), SparesChanged((2,)), SparesChanged((2, 3), (2,))):
+        reporter.on(spares, 1.0)
+        assert _value(reporter, "elasticd_spares") == len(spares.slots)
+    reporter.on(SparesChanged((2, 3), (2, 3)), 1.0)
+    said = [event.reason for event in written if isinstance(event, events.WaitingEvent)]
+    assert (said[0], said[-1]) == (waits, ready)
 
 
 def test_a_leaving_node_does_not_end_the_job(start: StartReporter) -> None:
@@ -185,6 +217,17 @@ def test_checkpoints_that_take_longer_than_a_stop_may_are_reported_once(
         reporter.on(Observation(1, (), (event,), 0.0), 1.0)
     (warning,) = said
     assert warning.startswith("warning: the checkpoint of step 70 took 66 s to reach the disk, and a stop has 40 s (--")
+
+
+def test_sentence_about_the_script_is_said_once_in_a_job(start: StartReporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new process of each round says it again."""
+    said: list[str] = []
+    monkeypatch.setattr(PlainConsole, "log", lambda _, text, level: said.append(text))
+    reporter = start("--nproc-per-node 1")
+    for number, extra in (1, {"once": "key"}), (2, {"once": "key"}), (2, {"once": "other"}), (2, {}), (2, {}):
+        event = WorkerEvent("message", number, 0, 0, 1.0, 1.0, f"{number} {extra}", extra=extra)
+        reporter.on(Observation(number, (), (event,), 0.0), 1.0)
+    assert said == ["1 {'once': 'key'}", "2 {'once': 'other'}", "2 {}", "2 {}"]
 
 
 def test_remaining_restarts_follow_progress_and_the_clock(start: StartReporter) -> None:

@@ -9,7 +9,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
 from elasticd_agent.rendezvous.plan import plan
 from elasticd_agent.rendezvous.view import PresentNode, Requirements, View, Wait
-from elasticd_agent.workers.events import ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import NewcomerEnded, ProcessReaped, ProcessUnkillable
 
 NOW = 1000.0
 ROUND = Round(3, (Member("a", "i", (0, 1)), Member("b", "i", (0, 1))), restarts=1)
@@ -72,6 +72,23 @@ def test_a_round_waits_for_its_slot_unless_it_is_over() -> None:
     slots.forget(ROUND.number)
     slots.handle(ProcessReaped(72))
     assert slots.unblocked() is None
+
+
+def test_slots_that_a_full_round_does_not_use_are_spares() -> None:
+    slots = Slots("a", (0, 1, 2, 3), 2, max_workers=3)
+    used = Round(3, (Member("a", "i", (0, 2, 3)),))
+    assert slots.spare(used) == (1,)
+    assert slots.spare(replace(used, members=(Member("a", "i", (0, 2)),))) == (), "those are to come in"
+    slots.handle(stuck(70, 1))
+    assert slots.spare(used) == ()
+
+
+def test_node_outside_a_full_round_is_a_spare() -> None:
+    c = Slots("c", (0, 1), 2, max_nodes=2)
+    assert c.spare(ROUND) == (0, 1)
+    assert c.spare(replace(ROUND, members=ROUND.members[:1])) == ()
+    assert c.spare(replace(ROUND, members=(), outcome="succeeded", exit_code=0)) == ()
+    assert Slots("a", (0, 1), 2, max_nodes=2).spare(ROUND) == ()
 
 
 # ---- what the planner makes of it
@@ -156,9 +173,37 @@ def test_slot_starts_until_its_process_is_ready() -> None:
 def test_slots_of_a_job_whose_processes_do_not_come_ahead() -> None:
     slots = Slots("b", (0, 1, 2), min_workers=2)
     slots.starts([1, 2])
-    assert slots.start_with_round(2, "exited with code 1") == (
-        "the new process of slot 2 exited with code 1 before session.run: from now on new processes start together "
-        "with their round, and the other ranks wait for them"
-    )
+    raised = NewcomerEnded(2, "exited with code 1 before session.run")
+    who = "the new process of slot 2 exited with code 1 before session.run"
+    assert [slots.failed(raised) for _ in range(2)] == [f"{who}: another one starts ({n} of 3)" for n in (2, 3)]
+    assert slots.starting == (1, 2) and slots.to_start == {1, 2}
+    slots.ready([2])
+    slots.starts([2])
+    assert "(2 of 3)" in slots.failed(raised), "they are counted in a row"
+    slots.failed(raised)
+    last = f"{who}: from now on new processes start together with their round, and the other ranks wait for them"
+    assert slots.failed(raised) == last
     slots.starts([0])
     assert slots.starting == ()
+
+
+def test_another_process_would_repeat_a_wrong_use_of_the_library() -> None:
+    slots = Slots("b", (0, 1), min_workers=1)
+    slots.starts([1])
+    assert "from now on" in slots.failed(NewcomerEnded(1, "exited with code 1", is_refused=True))
+
+
+def test_slot_whose_processes_hang_is_left_out_until_a_round_needs_it() -> None:
+    slots = Slots("b", (0, 1, 2), min_workers=2)
+    slots.starts([0, 2])
+    late = NewcomerEnded(2, "did not come to session.run within 600 s", is_late=True)
+    who = "the new process of slot 2 did not come to session.run within 600 s"
+    slots.failed(late)
+    assert slots.failed(late) == f"{who}: another one starts (3 of 3)"
+    assert slots.failed(late) == f"{who}, as 2 before it: the job continues without the slot"
+    assert (slots.starting, slots.to_start) == ((0, 2), {0})
+    slots.starts([2])
+    assert slots.to_start == {0}, "another fault elsewhere gives it no new process"
+    slots.ready([0, 2])
+    slots.starts([2])
+    assert slots.to_start == {2}

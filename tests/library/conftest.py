@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -77,7 +78,7 @@ class Job:
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
 
-    def codes(self, timeout: float = 30) -> list[int]:
+    def codes(self, timeout: float = 60) -> list[int]:
         """Every rank's exit code, -n for signal n; waits for them."""
         deadline = time.monotonic() + timeout
         return [
@@ -107,7 +108,6 @@ def zygote() -> Iterator[subprocess.Popen[str]]:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
         # On a busy machine importing torch can take longer than a test waits for its ranks.
         assert process.stdout.readline() == "ready\n"
         yield process
@@ -138,7 +138,6 @@ def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
                 "env": {key: str(value) for key, value in {**place, **where, **ours, **files, **env, **own}.items()},
                 "folder": str(rank.folder),
             }
-            assert zygote.stdin is not None
             zygote.stdin.write(json.dumps(task) + "\n")
         zygote.stdin.flush()
         return job
@@ -148,14 +147,17 @@ def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
         job.kill()
 
 
+_FIRST_PORT = 20_000 + 3000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
+_PORTS = itertools.cycle(random.sample(range(_FIRST_PORT, _FIRST_PORT + 3000), 3000))
+"""This process's own, each given out once before any is given out again."""
+
+
 def free_port() -> int:
     """For a rank to listen on, in a moment: not one that the kernel gives to a connection of any process until then."""
-    while True:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_server(("127.0.0.1", random.randrange(20_000, 32_000))) as free,
-        ):
-            return int(free.getsockname()[1])
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("there is always another port")
 
 
 def read(path: Path) -> str:
@@ -163,8 +165,8 @@ def read(path: Path) -> str:
 
 
 def wait_for(condition: Callable[[], Any], what: str, deadline: float | None = None) -> Any:
-    """Poll until the condition is true and return it; fails after 30 s."""
-    deadline = deadline or time.monotonic() + 30
+    """Poll until the condition is true and return it; fails after a minute: the machine may be busy."""
+    deadline = deadline or time.monotonic() + 60
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.005)

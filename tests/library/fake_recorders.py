@@ -177,16 +177,17 @@ class FakeTorch:
             found["entries"] = list(listed)
         return json.dumps(found).encode()
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    def install(self, monkeypatch: pytest.MonkeyPatch, *, records_gloo: bool = True) -> FakeTorch:
         def nccl(includeCollectives: bool = True, onlyActive: bool = False) -> bytes:  # noqa: N803 torch's names
             return self.dump("nccl", includeCollectives, onlyActive)
 
         def others(
             includeCollectives: bool = True,  # noqa: N803
             onlyActive: bool = False,  # noqa: N803
-            backend: str = "gloo",
+            backend: str = "",
         ) -> bytes:
-            return self.dump(backend, includeCollectives, onlyActive)
+            assert backend or records_gloo
+            return self.dump(backend or "gloo", includeCollectives, onlyActive)
 
         functions = SimpleNamespace(_dump_nccl_trace_json=nccl, _dump_fr_trace_json=others)
         monkeypatch.setitem(sys.modules, C10D, functions)

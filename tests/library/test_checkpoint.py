@@ -81,7 +81,7 @@ def test_save_and_load_round_trip(tmp_path: Path) -> None:
     assert found.manifest.cursor == {"offset": 12}
     loaded = checkpoints.load(found)
     torch.testing.assert_close(loaded, state, rtol=0, atol=0)
-    assert loaded["model"]._metadata == state["model"]._metadata
+    assert vars(loaded["model"]) == vars(state["model"]), "torch keeps the versions of modules there"
 
 
 def test_state_opens_with_torch_load_and_has_its_checksum(tmp_path: Path) -> None:

@@ -46,11 +46,9 @@ class Holder:
 
     @property
     def answer(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def release(self) -> str:
-        assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return self.answer

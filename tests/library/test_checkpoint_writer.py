@@ -497,7 +497,6 @@ def test_round_that_resumed_adopts_the_state(saves: Saves) -> None:
     saves.save(5)
     assert saves.wait()["saved"]
     found = saves.ranks[0].find()
-    assert found is not None
     saves.ranks[0].adopt(found.key, found.draft.relinked_to(2), saves.task())
     saves.number = 0
     assert saves.wait(round=2)["saved"]

@@ -12,7 +12,7 @@ from elasticd.checkpointing.at_fault import step_files
 from elasticd.checkpointing.choice import Choice, Chooser, OpenState, Source
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import Snapshot
-from elasticd.checkpointing.memory.held_states import HeldState
+from elasticd.checkpointing.memory.held_states import HeldState, age
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from tests.library import checkpoints
@@ -72,6 +72,50 @@ def test_newest_state(
     opened.close()
 
 
+@pytest.mark.parametrize(
+    ("held", "in_memory", "on_disk", "expected"),
+    [
+        ((1, 10), [], [], (Source.PROCESS, 1, 10)),
+        ((1, 10), [(1, 10)], [(1, 10)], (Source.PROCESS, 1, 10)),
+        ((1, 10), [(1, 11)], [], (Source.MEMORY, 1, 11)),
+        ((1, 10), [(2, 5)], [], (Source.MEMORY, 2, 5)),
+        ((1, 10), [(1, 5)], [(1, 15)], (Source.DISK, 1, 15)),
+    ],
+)
+def test_newest_state_where_processes_hold_one(
+    tmp_path: Path, held: State, in_memory: list[State], on_disk: list[State], expected: tuple[Source, int, int]
+) -> None:
+    for state in on_disk:
+        save(tmp_path, state)
+    opened = OpenState()
+    made = chooser(tmp_path, 3, [held, *in_memory], opened)
+    made.states[0].ranks += [0, 2]
+    made.states.sort(key=age)
+    assert chosen(made) == expected
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("failed", "others", "expected"),
+    [
+        ([], [2], (False, [0])),
+        ([1], [2], (True, [2])),  # it holds none
+        ([0, 1, 2], [2], (True, [2])),
+        ([2], [2], (False, [0])),  # it holds another one
+        ([1], [], (False, [0])),
+    ],
+)
+def test_state_that_has_no_place_in_a_rank(
+    tmp_path: Path, failed: list[int], others: list[int], expected: tuple[bool, list[int]]
+) -> None:
+    made = chooser(tmp_path, 3, [(1, 10), (1, 10), (1, 5)])
+    made.states[0].ranks, made.states[1].ranks = [0], others
+    words = [{"why": "no place" * (rank in failed), "holds": rank in (0, *others)} for rank in range(3)]
+    verdict = made.judge_places(made.choose(), words)
+    assert bool(verdict["why"]) == bool(failed)
+    assert (verdict["rejected"], made.choose().ranks) == expected
+
+
 def test_state_that_a_round_has_refused_is_not_chosen_by_the_rounds_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +127,7 @@ def test_state_that_a_round_has_refused_is_not_chosen_by_the_rounds_after_it(
         made = chooser(tmp_path, round, [(1, 10)])
         if round == 2:
             choice = made.choose()
-            assert choice is not None
-            made.reject_memory(choice, "rank 1 draws random numbers", below=choice.step)
+            made.reject_held(choice, "rank 1 draws random numbers", below=choice.step)
             step_files.refuse([(choice.manifest.round, choice.number)])
         assert made.choose() is None
     assert chosen(chooser(tmp_path, 4, [(1, 10), (1, 9)])) == (Source.MEMORY, 1, 9), "an older one was not refused"
@@ -96,6 +139,7 @@ def test_choice_survives_its_way_to_the_other_ranks() -> None:
     for choice in (
         Choice(Source.DISK, draft, "r2-s10.again"),
         Choice(Source.MEMORY, draft, "r2-s10", number=3, key=(2, 3), has_alike=True, step_on_disk=5),
+        Choice(Source.PROCESS, draft, "r2-s10", number=3, key=(2, 3), ranks=[0, 2]),
         Choice(Source.MEMORY, draft, "r2-s10", number=3, key=(2, 3), **in_shards),  # type: ignore[arg-type]
     ):
         assert Choice.from_message(choice.to_message()) == choice

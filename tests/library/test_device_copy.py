@@ -27,3 +27,4 @@ def test_pieces_of_all_sizes_are_put_together_again(monkeypatch: pytest.MonkeyPa
         ends = [at + len(piece) for at, _, piece in batch]
         assert ends[-1] <= 128
         assert all(end <= at for end, (at, _, _) in zip(ends, batch[1:], strict=False))
+    assert [len(batch) for batch in device_copy.batches([(0, storages[2], 0, 128)])] == [1]

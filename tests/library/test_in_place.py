@@ -118,11 +118,7 @@ CASES: dict[str, tuple[Callable[[], Objects], Callable[[], Objects], int]] = {
         9,
     ),
     "channels last, later not": (one_of(lambda: net().to(memory_format=torch.channels_last)), one_of(net), 8),
-    "a part was compiled by itself": (
-        one_of(net),
-        one_of(lambda: torch.nn.Sequential(*map(Compiled, net()))),
-        9,
-    ),
+    "a part was compiled by itself": (one_of(net), one_of(lambda: torch.nn.Sequential(*map(Compiled, net()))), 9),
     "tied weights": (one_of(lambda: Tied(True)), one_of(lambda: Tied(True)), 3),
     "tied weights, later not": (one_of(lambda: Tied(True)), one_of(lambda: Tied(False)), 2),
     "weights, later tied": (one_of(lambda: Tied(False)), one_of(lambda: Tied(True)), 0),

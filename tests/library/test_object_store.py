@@ -291,6 +291,42 @@ def test_a_killed_upload_is_no_checkpoint_and_is_deleted(nodes: Any) -> None:
     assert writer.steps() == reader.steps() == [60, 50]
 
 
+def test_a_writer_killed_before_any_request(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was committed is the newest; the next run goes on from it, and deletes the rest."""
+    import s3fs
+
+    call, left = s3fs.S3FileSystem._call_s3, [0]
+
+    async def call_until_the_end(self: Any, method: str, *args: Any, **options: Any) -> Any:
+        if not method.startswith(("get", "head", "list")):
+            left[0] -= 1
+            if left[0] < 0:
+                raise PermissionError("killed")  # also what it does then: nothing of it reaches the store
+        return await call(self, method, *args, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call_until_the_end)
+    restored, is_over, run = [], False, 0
+    while not is_over:
+        left[0], run = 1000, run + 1
+        writer = nodes(f"writer-{run}", run=str(run))
+        writer.save(10 * run + 1)
+        retain(writer.directory, 1, keep=1)
+        assert writer.keys() == {f"r1-s{10 * run + 1}/{file}" for file in (STATE, MANIFEST)}
+        left[0] = run - 1
+        try:
+            writer.save(10 * run + 2)
+            retain(writer.directory, 1, keep=1)
+            is_over = True
+        except ObjectStoreError:
+            pass
+        left[0] = 1000
+        writer.lock.release()
+        reader = nodes(f"reader-{run}", claims=False)
+        restored.append(reader.steps()[0] - 10 * run)
+    assert restored == sorted(restored) and set(restored) == {1, 2}, restored
+    assert run > 3
+
+
 DAMAGE = {
     "missing": (lambda files, key: files.rm_file(key), "state.pt is missing in "),
     "short": (lambda files, key: files.pipe_file(key, b"short"), "state.pt has 5 bytes in "),

@@ -51,7 +51,6 @@ class Member:
     def await_message(self, kind: str) -> dict[str, Any]:
         """The next message, which has to be of this type; a rank may have lost a peer before."""
         wait_for(lambda: self.owner.accept(self), f"the connection of {self.slot}: {self.errors()}")
-        assert self.connection is not None
         self.connection.settimeout(30)
         message = channel.receive(self.connection)
         if message is not None and message["type"] == "LostPeer" != kind:
@@ -121,7 +120,6 @@ class Owner:
                     "env": {**text, "OWNER": self.path, "SLOT": slot},
                     "folder": str(member.folder),
                 }
-                assert self.zygote.stdin is not None
                 self.zygote.stdin.write(json.dumps(task) + "\n")
                 self.zygote.stdin.flush()
             else:
@@ -243,7 +241,13 @@ def test_three_ranks_continue_as_after_restart_of_all(make_owner: Callable[[str]
     "faults",
     [
         {1: [2, 1, "barrier"], 2: [4, 0, "save"], 3: [6, 0, "group"], 4: [9, 0, "step"]},
-        {1: [2, 1, "computing"], 2: [4, 1, "swallowed"], 3: [6, 0, "optimizer"], 4: [8, 0, "backward"]},
+        {
+            1: [2, 1, "computing"],
+            2: [4, 1, "swallowed"],
+            3: [6, 0, "optimizer"],
+            4: [8, 0, "backward"],
+            5: [10, 1, "passes"],
+        },
     ],
     ids=["waits", "others"],
 )
@@ -312,29 +316,34 @@ def test_fifty_changes_leave_nothing_behind(make_owner: Callable[[str], Owner]) 
         {"hooks": True, "ddp": {"static_graph": True}},
         {"compile": "outside", "ddp": {"gradient_as_bucket_view": True}},
         {"compile": "inside"},
+        pytest.param({"compile": "outside", "backend": "inductor"}, marks=pytest.mark.system),
     ],
-    ids=["hooks", "compiled", "compiled inside"],
+    ids=["hooks", "compiled", "compiled inside", "by inductor"],
 )
 def test_model_follows_into_the_next_group(make_owner: Callable[[str], Owner], options: dict[str, Any]) -> None:
-    """The module object stays with all its hooks, and nothing is compiled again."""
+    """The module object stays with all its hooks, and nothing is compiled again where rank 0's values arrive."""
     owner = make_owner("stays")
-    members = owner.start([None] * 2, {**options, "faults": {1: [5, 1, "backward"]}})
+    members = owner.start([None] * 2, {**options, "faults": {1: [5, 0, "backward"]}})
     enter(members)
-    members = owner.start(owner.change(members, 1), options)
+    members = owner.start(owner.change(members, 0), options)
     enter(members)
     ended = results(members)
     undisturbed = make_owner("whole").start([None] * 2, options)
     enter(undisturbed)
     whole = results(undisturbed)
     assert [line["result"] for line in whole] == [line["result"] for line in ended]
-    assert members[0].lines()[-2] == {**undisturbed[0].lines()[-2], "round": 2}
-    before, after = whole[0]["passes"], ended[0]["passes"]
+    assert members[1].lines()[-2] == {**undisturbed[1].lines()[-2], "round": 2}
+    assert (members[1].lines()[-2]["compiled"] > 0) == ("compile" in options)
+    before, after = whole[1]["passes"], ended[1]["passes"]
     if "hooks" in options:
         assert before == {"inside": 20, "outside": 20, "optimizer": 20}
         assert after == {"inside": 21, "outside": 21, "optimizer": 20}, "one forward pass was in vain"
 
 
-@pytest.mark.parametrize(("place", "code", "text"), [("exit", 3, ""), ("error", 1, "ValueError: the rank's own error")])
+@pytest.mark.parametrize(
+    ("place", "code", "text"),
+    [("exit", 3, ""), ("error", 1, "ValueError: the rank's own error"), ("doubt", 1, "the rank's own service")],
+)
 def test_exit_and_own_error_are_no_change(make_owner: Callable[[str], Owner], place: str, code: int, text: str) -> None:
     """SystemExit ends the script, also while the ranks change; an error without a change is raised at once."""
     owner = make_owner("stays")
@@ -343,6 +352,9 @@ def test_exit_and_own_error_are_no_change(make_owner: Callable[[str], Owner], pl
     if place == "exit":
         wait_for(lambda: '"exiting"' in read(members[0].folder / "out"), "its place")
         members[0].send({"type": "Unwind", "why": "a node joins"})
+    if place == "doubt":  # it resembles the loss of a peer, until the launcher knows better
+        members[0].await_message("LostPeer")
+        members[0].send({"type": "NoFault"})
     wait_for(lambda: members[0].code is not None, "the end of rank 0")
     assert members[0].code == code
     assert text in members[0].errors()
@@ -368,12 +380,33 @@ def test_script_whose_processes_cannot_stay_says_so(
     assert channel.receive(members[0].connection) is None, "it has not entered"
 
 
+def test_process_whose_device_has_failed_does_not_stay(make_owner: Callable[[str], Owner]) -> None:
+    """It ends at once. One that waits at its entry ends with its launcher, and not as one that has succeeded."""
+    owner = make_owner("stays")
+    members = owner.start([None] * 3, {"faults": {1: [5, 2, "device"]}})
+    enter(members)
+    wait_for(lambda: members[2].code is not None, "the fault")
+    for member in members[:2]:
+        wait_for(lambda member=member: any("device" in line for line in member.lines()), "the failed collective")
+        member.send({"type": "Unwind", "why": "rank 2 was killed"})
+    members[1].await_message("AtEntry")
+    wait_for(lambda: members[0].code is not None, "the end of rank 0")
+    assert members[0].code == -signal.SIGKILL
+    assert "cannot stay: CUDA error: an illegal memory access was encountered" in members[0].errors()
+    members[1].connection.close()
+    members[1].connection = None
+    wait_for(lambda: members[1].code is not None, "the end of rank 1")
+    assert members[1].code == 1
+
+
 def test_rank_leaves_a_pause(make_owner: Callable[[str], Owner]) -> None:
     owner = make_owner("stays")
     options = {"pace": 0.02}
     members = owner.start([None] * 2, options)
     enter(members)
     owner.pause()
+    owner.stores.clear()  # as where rank 0's node leaves: the others notice before their launchers know
+    members[1].await_message("LostPeer")
     members = owner.start(owner.change(members), options)
     enter(members)
     assert [line["entries"] for line in results(members)] == [2, 2]

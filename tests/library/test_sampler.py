@@ -35,14 +35,7 @@ def alone(n: int = 20, global_batch: int = 4, **options: int | bool) -> ElasticB
     shuffle, drop_last = bool(options.pop("shuffle", True)), bool(options.pop("drop_last", False))
     assert not options
     return ElasticBatchSampler(
-        n,
-        global_batch,
-        accumulate=accumulate,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        rank=0,
-        world_size=1,
+        n, global_batch, accumulate=accumulate, seed=seed, shuffle=shuffle, drop_last=drop_last, rank=0, world_size=1
     )
 
 
@@ -246,9 +239,7 @@ def test_double_commit_with_prefetching_raises() -> None:
     ],
     ids=["another epoch", "restored", "trained on from another iterator"],
 )
-def test_stale_iterator_raises(
-    move: Callable[[ElasticBatchSampler], object],
-) -> None:
+def test_stale_iterator_raises(move: Callable[[ElasticBatchSampler], object]) -> None:
     sampler = alone()
     batches = iter(sampler)
     next(batches)

@@ -91,11 +91,11 @@ def test_timed_out_barrier_costs_few_messages() -> None:
     store = Counting()
     with ranks(store) as barriers:
         before = store.asked
-        raised = meet(barriers[:-2], "epoch", timedelta(seconds=1))
+        raised = meet(barriers[:-2], "epoch", timedelta(seconds=3))
         assert store.asked - before <= 15 * RANKS
     (said,) = {str(error) for error in raised}
     last = r"\(step 7, phase eval, reported [^)]*\)"
-    assert re.fullmatch(rf"barrier 'epoch': 2 of 16 ranks are missing after 1 s: rank 14 {last}, rank 15 {last}", said)
+    assert re.fullmatch(rf"barrier 'epoch': 2 of 16 ranks are missing after 3 s: rank 14 {last}, rank 15 {last}", said)
 
 
 def test_two_threads_of_a_rank_cannot_wait_at_once() -> None:
@@ -127,7 +127,7 @@ def test_age_of_status_by_reads_of_observer() -> None:
     looks.read(store, [0])  # it has closed meanwhile, which it said
     assert re.fullmatch(r"step 7, phase exit, reported in the last \d\.\d s", looks.describe(0))
     time.sleep(0.2)
-    assert re.fullmatch(r"step 7, phase exit, reported 0\.\d to \d\.\d s ago", looks.describe(0))
+    assert re.fullmatch(r"step 7, phase exit, reported \d\.\d to \d\.\d s ago", looks.describe(0))
 
 
 def test_only_first_missing_ranks_are_listed() -> None:

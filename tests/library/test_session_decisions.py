@@ -45,11 +45,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-@given(
-    interval=st.integers(1, 100_000),
-    step_s=st.floats(1e-6, 1e3),
-    cost_s=st.floats(0, 1),
-)
+@given(interval=st.integers(1, 100_000), step_s=st.floats(1e-6, 1e3), cost_s=st.floats(0, 1))
 def test_interval_limits_cost_and_only_doubles(interval: int, step_s: float, cost_s: float) -> None:
     found = next_interval(interval, step_s, cost_s)
     assert 1 <= found <= 2 * interval

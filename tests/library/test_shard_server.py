@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -89,7 +90,7 @@ def together(parts: list[Part]) -> list[HeldState]:
     reports = [{"node": each.number, "held": each.rank.find_all()} for each in parts]
     who: Any = [type("Who", (), {"node": each["node"], "nodes": 1}) for each in reports]
     found = [held_states.report(each["held"], parts[0].rank, one) for each, one in zip(reports, who, strict=True)]
-    return held_states.parse([*found, b""])[0]
+    return held_states.parse([*(json.dumps(one).encode() for one in found), b""])[0]
 
 
 def test_copy_of_a_lost_nodes_part_is_written_at_the_end(parts: list[Part], tmp_path: Path) -> None:

@@ -181,6 +181,11 @@ def test_what_is_not_sharded_is_compared() -> None:
     assert not list(rank_differences.find([[{}, before, {}]] * 2))
 
 
+def test_values_of_a_state_are_what_is_no_tensor() -> None:
+    state = {"step": 3, "momentum": torch.ones(2), "nested": {"mean": torch.ones(2), "count": 1}}
+    assert sharded.values(state) == {"step": 3, "nested": {"count": 1}}
+
+
 def test_metadata_cannot_run_code(tmp_path: Path) -> None:
     import pickle
 

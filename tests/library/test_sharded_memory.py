@@ -81,7 +81,6 @@ def test_writer_that_dies_during_a_copy_costs_that_save_only(
     start: Any, nodes: list[Node], tmp_path: Path, is_unread: bool, why: str
 ) -> None:
     (node, *_) = nodes
-    assert node.process is not None
     options = {"directory": str(tmp_path / "shared"), "steps": 9, "every": 3, "sleep": 0.1}
     job = start_on(start, [node], {**options, "writer dies": [node.process.pid, 6, is_unread]}, 1, ranks=2)
     assert node.process.wait(30) == -signal.SIGKILL
@@ -108,7 +107,6 @@ def test_part_that_another_node_has_lost_is_not_waited_for(
 ) -> None:
     """Its writer dies during the copy. The first node's would wait for ten minutes, and drop all saves of that time."""
     other = nodes[1]
-    assert other.process is not None
     options = {"directory": str(tmp_path / "shared"), "steps": 12, "every": every, "saves": saves, "sleep": 0.8}
     job = start_on(start, nodes[:2], {**options, "writer dies": [other.process.pid, 6, is_unread, 1]}, 1)
     assert other.process.wait(60) == -signal.SIGKILL
@@ -124,7 +122,6 @@ def test_part_that_another_node_has_lost_is_not_waited_for(
 def test_slow_part_of_another_node_is_waited_for(start: Any, nodes: list[Node], tmp_path: Path) -> None:
     """One of its ranks copies longer than the other, and its writer takes longer than a lost part is waited for."""
     other = nodes[1].process
-    assert other is not None
     options = {"directory": str(tmp_path / "shared"), "steps": 4, "every": 1000, "saves": [2]}
     job = start_on(start, nodes[:2], {**options, "writer stops": [other.pid, 2, 3]}, 1, ranks=2)
     assert {each["saved"] for each in job.results()} == {2}

@@ -34,7 +34,6 @@ class Node:
         self.process = subprocess.Popen([*prefix, *argv], pass_fds=fds)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        assert self.process is not None
         self.process.send_signal(number)
         code = self.process.wait(30)
         self.process = None

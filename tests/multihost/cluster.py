@@ -288,7 +288,6 @@ class Cluster:
 
     def stored(self, key: str) -> Event:
         """What the job's key holds in etcd; empty when there is none."""
-        assert self.store is not None
         value = self.store.ctl("get", "--print-value-only", f"/elasticd/v1/jobs/{self.job}/{key}")
         found: Event = json.loads(value) if value.strip() else {}
         return found

@@ -9,6 +9,7 @@ number of ranks, and goes through the checkpoints as the model does.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import socket
@@ -33,32 +34,53 @@ def main(args: argparse.Namespace) -> None:
     sampler = elasticd.ElasticBatchSampler(args.samples, global_batch=args.batch)
     ledger = Ledger()
     session.attach(model=model, optimizer=optimizer, sampler=sampler, ledger=ledger)
-    resumed = session.restore()
+    came: list[elasticd.Resumed | None] = []
+    restore = session.restore
+
+    def restore_and_tell(*where: Any) -> elasticd.Resumed | None:
+        came[:] = [restore(*where)]
+        return came[0]
+
+    session.restore = restore_and_tell  # type: ignore[method-assign]  # run() tells nobody what it has restored
     session.checkpoint(every=args.every)
-    note(session, begins=[resumed.round, resumed.step] if resumed else None)
-    if session.steps >= args.steps:
-        end(session, ledger)
     enough = torch.zeros(1)
-    while True:
-        sampler.set_epoch(sampler.epoch)
-        for samples in DataLoader(range(args.samples), batch_sampler=sampler):  # type: ignore[arg-type]
-            step = session.steps + 1
-            faults.at(step)
-            loss = model(torch.ones(len(samples), 16)).square().mean() * sampler.loss_scale()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            trained = samples.tolist()[: sampler.samples()]  # a stand-in is no sample
-            note(session, step=step, epoch=sampler.epoch, samples=trained)
-            ledger.enter(trained)
-            session.step()
-            faults.finished(step)
-            time.sleep(args.pause)
-            enough[0] = (faults.WORK / "enough").exists()
-            dist.all_reduce(enough)
-            if enough or session.should_stop or session.steps >= args.steps:
-                end(session, ledger)
-        sampler.set_epoch(sampler.epoch + 1)
+
+    def train() -> None:
+        note(session, begins=[came[0].round, came[0].step] if came[0] else None)
+        if session.steps >= args.steps:
+            end(session, ledger)
+        while True:
+            sampler.set_epoch(sampler.epoch)
+            for samples in DataLoader(range(args.samples), batch_sampler=sampler):  # type: ignore[arg-type]
+                step = session.steps + 1
+                faults.at(step)
+                loss = model(torch.ones(len(samples), 16)).square().mean() * sampler.loss_scale()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                trained = samples.tolist()[: sampler.samples()]  # a stand-in is no sample
+                note(session, step=step, epoch=sampler.epoch, samples=trained, state=digest(model))
+                ledger.enter(trained)
+                session.step()
+                faults.finished(step)
+                time.sleep(args.pause)
+                enough[0] = (faults.WORK / "enough").exists()
+                dist.all_reduce(enough)
+                if enough or session.should_stop or session.steps >= args.steps:
+                    end(session, ledger)
+            sampler.set_epoch(sampler.epoch + 1)
+
+    if args.stay:
+        session.run(train)
+    else:
+        session.restore()
+        train()
+
+
+def digest(model: torch.nn.Module) -> str:
+    """A hash of the parameters, which all ranks have alike."""
+    values = (parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(b"".join(values)).hexdigest()[:16]
 
 
 class Ledger:
@@ -97,4 +119,5 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--pause", type=float, default=0.01)
+    parser.add_argument("--stay", action="store_true", help="with session.run: healthy ranks keep their processes")
     main(parser.parse_args())

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -144,18 +144,27 @@ class Namespace:
     def call(self, what: Callable[[], T]) -> T:
         """What it returns, called on this host: sockets it opens belong to this host for good, also outside the call.
 
-        In a thread of its own, since a thread that has moved to another network should not come back.
+        In a thread of its own, as the caller's other threads may open sockets meanwhile.
         """
 
         def there() -> T:
-            libc = ctypes.CDLL(None, use_errno=True)
-            with open(f"/proc/{self.pid}/ns/net", "rb") as network:
-                if libc.setns(network.fileno(), _CLONE_NEWNET) != 0:
-                    raise OSError(ctypes.get_errno(), f"cannot enter {self.name}'s network")
-            return what()
+            with self.entered():
+                return what()
 
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(there).result()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """This thread is on this host's network, with the threads and processes that it starts meanwhile."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open("/proc/thread-self/ns/net", "rb") as before, open(f"/proc/{self.pid}/ns/net", "rb") as network:
+            if libc.setns(network.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.name}'s network")
+            try:
+                yield
+            finally:
+                libc.setns(before.fileno(), _CLONE_NEWNET)
 
     def processes(self) -> set[int]:
         """All that live here, whoever started them; zombies do not count."""

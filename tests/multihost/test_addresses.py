@@ -115,7 +115,6 @@ def test_cut_machine_is_silent_and_dead_agent_refuses(network: StartNetwork) -> 
     for address in (b.address, b.address6):
         agents.append(b.popen([sys.executable, "-c", AGENT, address], PATH, stdin=pipe, stdout=pipe))
         stdout = agents[-1].stdout
-        assert stdout is not None
         where[address] = (address, int(stdout.readline()))
 
     def knocked(timeout_s: float) -> set[ProbeAlive | ProbeRefused | ProbeNoAnswer]:
@@ -124,11 +123,11 @@ def test_cut_machine_is_silent_and_dead_agent_refuses(network: StartNetwork) -> 
     try:
         assert knocked(DEADLINE_S) == {ProbeAlive("b", "i1")}
         net.cut(a, b)
-        assert knocked(0.2) == {ProbeNoAnswer("no connection within 0.2 s")}
+        assert knocked(0.5) == {ProbeNoAnswer("no connection within 0.5 s")}
         net.heal(a, b)
         assert knocked(DEADLINE_S) == {ProbeAlive("b", "i1")}
         b.freeze()
-        assert knocked(0.2) == {ProbeNoAnswer("connected, but no answer within 0.2 s")}
+        assert knocked(0.5) == {ProbeNoAnswer("connected, but no answer within 0.5 s")}
         b.thaw()
         assert knocked(DEADLINE_S) == {ProbeAlive("b", "i1")}
         b.kill_all()

@@ -10,17 +10,6 @@ from tests.multihost.conftest import StartTraining
 pytestmark = pytest.mark.system
 
 
-def test_killed_node_is_left_out(training: StartTraining) -> None:
-    cluster = training(backend="c10d")
-    lost = next(node for node in cluster.round(1)["nodes"] if node != "node0")
-    cluster.kill_node(lost)
-    left = [node for node in cluster.round(1)["nodes"] if node != lost]
-    without = cluster.round_of(*left, after=1)
-    assert lost in without["reason"]
-    cluster.trains(without["round"])
-    cluster.finish()
-
-
 def test_killed_store_host_comes_back(training: StartTraining) -> None:
     """The others go on with another host; the former one hosts an empty store, and is shown the way from there."""
     cluster = training(backend="c10d", resumes=True)

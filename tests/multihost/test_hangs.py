@@ -33,7 +33,7 @@ def test_default_policy_waits_longer_for_weaker_evidence(network: StartNetwork, 
     cluster = two_nodes(network, tmp_path, [Fault(1, 30, "gil")], policy=())
     hung = cluster.event("hang_detected", round=1)
     assert (hung["cause"], hung["ranks"]) == ("gil", [1]), hung
-    assert 3 * FLOOR_S <= hung["seconds"] < 4 * FLOOR_S
+    assert 3 * FLOOR_S <= hung["seconds"] < 6 * FLOOR_S
     cluster.trains(2)
     cluster.finish()
 

@@ -147,7 +147,6 @@ def test_cut_may_be_one_way(net: Network, wire: Wire) -> None:
 def test_killed_host_resets_its_connections(net: Network) -> None:
     a, b, _ = net.hosts
     deaf = b.popen([sys.executable, "-c", DEAF, b.address], stdout=subprocess.PIPE)
-    assert deaf.stdout is not None
     with deaf.stdout, until_listening(a, (b.address, 7000)) as client:
         assert deaf.stdout.readline() == b"\n"
         client.sendall(b"never read")
@@ -216,7 +215,6 @@ def test_host_kill_is_atomic(net: Network) -> None:
         node.kill_all()
 
     watchers = node.popen(["taskset", "-c", str(cpu), sys.executable, "-c", WATCHERS], stdout=subprocess.PIPE)
-    assert watchers.stdout is not None
     with watchers.stdout, ThreadPoolExecutor(1) as thread:
         assert watchers.stdout.read(5) == b"ready"
         assert len(node.processes()) == 51
@@ -252,7 +250,6 @@ def until_empty(network: int) -> None:
 
 
 def test_killed_test_run_leaves_nothing_behind(run: subprocess.Popen[str]) -> None:
-    assert run.stdout is not None
     network, *_ = map(int, run.stdout.readline().split())
     assert len(processes_in(network, 0)) == 2  # the holder and the daemon
     run.kill()
@@ -261,7 +258,6 @@ def test_killed_test_run_leaves_nothing_behind(run: subprocess.Popen[str]) -> No
 
 def test_leftovers_are_removed_at_the_next_start(run: subprocess.Popen[str]) -> None:
     """They were killed together with the processes that would have removed them."""
-    assert run.stdout is not None
     network, *holders = map(int, run.stdout.readline().split())
     for pid in holders:
         os.kill(pid, signal.SIGKILL)

@@ -35,21 +35,6 @@ def test_link_down_and_up_again(training: StartTraining) -> None:
 
 
 @pytest.mark.system
-def test_store_restart_does_not_affect_training(training: StartTraining) -> None:
-    cluster = training()
-    assert cluster.store is not None
-    cluster.store.kill()
-    assert cluster.more_steps() == 1
-    cluster.store.start()
-    assert cluster.more_steps() == 1
-    # Whether they have found each other again shows when they must agree.
-    lost = cluster.round(1)["nodes"][-1]
-    cluster.kill_node(lost)
-    the_others_go_on_without(cluster, lost)
-    cluster.finish()
-
-
-@pytest.mark.system
 def test_all_nodes_are_killed_and_replaced(training: StartTraining) -> None:
     """A lease and a renewal from the new agents' start, since every old port is closed: not `adopt_timeout`, 60 s."""
     cluster = training(hosts=2, spare=2)

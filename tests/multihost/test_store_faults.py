@@ -18,7 +18,6 @@ LEASE_S = 3.0  # Policy.lease_s
 def test_store_unavailable_for_longer_than_every_lease(training: StartTraining) -> None:
     """Nothing restarts."""
     cluster = training()
-    assert cluster.store is not None
     cluster.store.kill()
     away_since = max(agent.event("store_unavailable")["mono"] for agent in cluster.agents)
     cluster.until(lambda: time.monotonic() > away_since + 2 * LEASE_S, "an outage longer than the lease")
@@ -29,7 +28,6 @@ def test_store_unavailable_for_longer_than_every_lease(training: StartTraining) 
 def test_store_frozen_for_longer_than_every_lease(training: StartTraining) -> None:
     """Nothing restarts."""
     cluster = training()
-    assert cluster.store is not None
     cluster.store.host.freeze()
     away_since = max(agent.event("store_unavailable")["mono"] for agent in cluster.agents)
     cluster.until(lambda: time.monotonic() > away_since + 2 * LEASE_S, "an outage longer than the lease")
@@ -40,7 +38,6 @@ def test_store_frozen_for_longer_than_every_lease(training: StartTraining) -> No
 def test_store_comes_back_empty(training: StartTraining) -> None:
     """Nothing restarts: the members restore the round."""
     cluster = training()
-    assert cluster.store is not None
     cluster.store.kill()
     for agent in cluster.agents:
         agent.event("store_unavailable")

@@ -168,16 +168,22 @@ def check_rounds(c: CheckedCluster) -> None:
     began=st.integers(1, 3),
     acts=st.lists(acts, max_size=10),
     store=st.sampled_from(("etcd", "c10d", "c10d on a")),
+    start_s=st.sampled_from((0.0, 0.5, 4.0)),
+    spares=st.integers(0, 1),
 )
 def test_random_histories_keep_the_invariants(
-    fewest: int, holds: bool, began: int, acts: list[Step], store: str
+    fewest: int, holds: bool, began: int, acts: list[Step], store: str, start_s: float, spares: int
 ) -> None:
-    live(fewest, holds, began, acts, store)
+    live(fewest, holds, began, acts, store, start_s, spares)
 
 
-def live(fewest: int, holds: bool, began: int, acts: list[Step], store: str) -> CheckedCluster:
-    """`store`: c10d compares one key at a time; "c10d on a" ends with a's agent, and is empty when it starts again."""
-    c = CheckedCluster(Requirements(1, 1, fewest, 3), Policy(max_restarts=50), holds)
+def live(
+    fewest: int, holds: bool, began: int, acts: list[Step], store: str, start_s: float = 0.0, spares: int = 0
+) -> CheckedCluster:
+    """`store`: c10d compares one key at a time; "c10d on a" ends with a's agent, and is empty when it starts again.
+    `start_s`: workers keep their processes, and a new one needs so long to its entry."""
+    c = CheckedCluster(Requirements(1, 1, fewest, 3, spares=spares), Policy(max_restarts=50), holds)
+    c.start_s = start_s
     c.compares_one_key, c.host = store != "etcd", "a" if store.endswith(" a") else ""
     for label in NAMES[:began]:
         c.start(label)

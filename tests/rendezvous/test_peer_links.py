@@ -51,7 +51,6 @@ def heard() -> Iterator[Heard]:
 @pytest.fixture
 def agent() -> Iterator[tuple[subprocess.Popen[str], int]]:
     process = subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdin is not None
     yield process, int(process.stdout.readline())
     process.kill()

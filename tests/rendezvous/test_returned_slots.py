@@ -91,7 +91,8 @@ def test_a_restart_names_the_slots_that_it_takes_back() -> None:
 
 
 def test_a_quarantined_slot_comes_back_after_its_cooloff() -> None:
-    left_out = replace(ROUND, quarantined_slots=(QuarantinedSlot("a", 2, 2, 1, left_s=160.0),))
+    in_use = tuple(QuarantinedSlot(node, slot, 2, 1, left_s=150.0) for node, slot in (("a", 0), ("b", 2)))
+    left_out = replace(ROUND, quarantined_slots=(QuarantinedSlot("a", 2, 2, 1, left_s=160.0), *in_use))
     seen = view(present("a", **STEPS), current=left_out)
     ends = ROUND_AT + 160
     assert plan(seen, POLICY, NOW) == replace(RUNS, until=ends), "the leader turns again as it ends"
@@ -139,12 +140,27 @@ def test_the_leader_counts_from_the_moment_at_which_it_saw_the_slots() -> None:
     assert seen == [1.0, 1.0, 3.0, 3.0]
 
 
+def test_the_leader_reads_what_a_node_wrote_before_its_failure() -> None:
+    """The watch of failures may be ahead of that of nodes: the slots that start would be counted as ready."""
+    cache = _Cache()
+    reader = ViewReader(cache, Keys("job"), Requirements(1, 3), _Observations())  # type: ignore[arg-type]
+    for failures, read in ((0, 0), (1, 1), (1, 1), (2, 2)):
+        cache.failures = [CRASH] * failures
+        reader.read(ROUND, LocalFacts(), NOW)
+        assert cache.invalidated == [Keys("job").nodes] * read
+
+
 class _Cache:
     def __init__(self) -> None:
         self.found: list[NodeRecord] = []
+        self.failures: list[Failure] = []
+        self.invalidated: list[str] = []
 
-    def records(self, prefix: str, kind: type) -> list[NodeRecord]:
-        return self.found if kind is NodeRecord else []
+    def records(self, prefix: str, kind: type) -> list[NodeRecord] | list[Failure]:
+        return self.found if kind is NodeRecord else self.failures
+
+    def invalidate(self, prefix: str) -> None:
+        self.invalidated.append(prefix)
 
     def list(self, prefix: str) -> dict[str, object]:
         return {}
@@ -154,6 +170,7 @@ class _Observations:
     def __init__(self) -> None:
         self.store_up_since = 0.0
         self.silent_since: dict[str, float] = {}
+        self.unreachable: frozenset[str] = frozenset()
 
     def nodes_listed(self, present: set[str], now: float) -> None:
         pass

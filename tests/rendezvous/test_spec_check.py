@@ -40,6 +40,8 @@ def test_machine_settings_are_not_compared() -> None:
         PYTHON_EXEC="/opt/python",
     )
     assert heard(MINE, other) == (None, [])
+    one, two = (asked(f"--rdzv-backend etcd --rdzv-endpoint h --rdzv-id j --run 1 --spares {n} a.py") for n in (0, 1))
+    assert heard(one, two) == (None, []), "a job on one node may move to a machine with more slots"
 
 
 DIFFERENT = [
@@ -51,6 +53,7 @@ DIFFERENT = [
     (f"{MEET} --max-restarts 3 train.py --lr 0.1", "--max-restarts is not given here, 3 there"),
     (f"{MEET} --grow never train.py --lr 0.1", "--grow is 'auto' here, 'never' there"),
     (f"{MEET} --rdzv-conf last_call_timeout=9 train.py --lr 0.1", "last_call_timeout is 5.0 here, 9.0 there"),
+    (f"{MEET} --spares 1 train.py --lr 0.1", "--spares is 0 here, 1 there"),
     (f"{MEET} --replace-timeout 9 train.py --lr 0.1", "replace_timeout is 600.0 here, 9.0 there"),
 ]
 

@@ -76,17 +76,14 @@ def test_deputies_begin_after_the_host() -> None:
 
 
 def look(base: Round, store: StoreLife, here: str, leaving: str = "", seen: Round | None = None) -> Succession:
-    read = seen or base
     found = Succession(store.agent[0])
-    found.look(
-        base,
-        store,
-        [
-            NodeRecord(n, n, f"{n}:1", (0,), seen_round=read.number, seen_term=read.term, leaving=n * (n in leaving))
-            for n in here
-        ],
-    )
+    found.look(base, store, records(seen or base, here, leaving))
     return found
+
+
+def records(seen: Round, here: str, leaving: str = "") -> list[NodeRecord]:
+    read = {"seen_round": seen.number, "seen_term": seen.term}
+    return [NodeRecord(n, n, f"{n}:1", (0,), **read, leaving=n * (n in leaving)) for n in here]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +134,16 @@ def test_round_that_too_few_have_read_has_no_successor() -> None:
     assert isinstance(look(base, FIRST, "abd").next(round_of("ab", number=5), 0.0), Round), (
         "d is no member, and read it"
     )
+
+
+def test_who_has_read_the_round_and_is_gone_has_read_it_still() -> None:
+    base = round_of("abc", electors=("a", "b", "c", "d", "e"), quorum=3)
+    leader = look(base, FIRST, "abd")
+    leader.look(base, FIRST, records(base, "ab"))
+    assert isinstance(leader.next(round_of("ab", number=5), 0.0), Round)
+    after = replace(base, number=5)
+    leader.look(after, FIRST, records(after, "ab"))
+    assert isinstance(leader.next(round_of("ab", number=6), 0.0), Wait), "d has not read this one"
 
 
 def test_who_has_read_an_earlier_round_of_that_number_has_not_read_this_one() -> None:

@@ -88,7 +88,6 @@ class World:
 
     def hung(self, rank: int, why: str) -> None:
         """All agents' reports have shown that the group hangs, by this rank."""
-        assert self.view.current is not None
         slot = next(slot for r, _, _, slot in self.view.current.assignments() if r == rank)
         failure = Failure(self.view.current.number, NODE, "hung", ((rank, slot),), why, cause="blocked")
         if not self.view.failures:
@@ -176,7 +175,6 @@ class World:
                 failure = replace(failure, high_water=self.view.high_water, checkpoint=saved, step=self._step)
                 self.view = replace(self.view, failures=(*self.view.failures, failure))
             case ReportDone(number):
-                assert self.view.current is not None
                 if number == self.view.current.number:
                     self.view = replace(self.view, done=frozenset({NODE}))
             case SetTimer(at):

@@ -26,16 +26,24 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import (
     Action,
+    AheadRequested,
     Event,
     ExitReport,
     ExitStatus,
+    FaultDetected,
     FirstStep,
     Flush,
     Flushed,
     GroupEnded,
+    HangReportRequested,
     Joining,
     KillGroup,
+    LeaderNotice,
     Leave,
+    MasterKnown,
+    Notice,
+    PauseRequested,
+    Rejected,
     ReportDone,
     ReportFailure,
     ReportLeaving,
@@ -46,20 +54,12 @@ from elasticd_agent.model.messages import (
     StepRules,
     StopGroup,
     StopRequested,
+    StoreAvailability,
     TimerExpired,
+    WaitingFor,
     WorkerExited,
 )
-from elasticd_agent.model.notices import (
-    FaultDetected,
-    HangReportRequested,
-    LeaderNotice,
-    MasterKnown,
-    Notice,
-    PauseRequested,
-    Rejected,
-    StoreAvailability,
-    WaitingFor,
-)
+from elasticd_agent.model.phrases import listing
 from elasticd_agent.model.records import NodeRecord, Round
 from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.member import RendezvousMember
@@ -129,6 +129,8 @@ class Cluster:
         self.store = MemoryStore(lambda: self.now)
         self.store_up = True
         self.deaf = False
+        self.start_s = 0.0
+        """What a new process needs to its entry, where workers keep theirs; 0: they do not."""
         self.twins = False
         self.compares_one_key = False
         self.host = ""
@@ -270,6 +272,8 @@ class Cluster:
         assert node.group is not None, f"{label} has no group"
         rank = node.group.ranks(node.name)[local_rank]
         slot = list(node.group.assignments())[rank][3]
+        if words is None and not status.ok:  # others lose their peer, and keep their process
+            self._start_ahead(node, {slot})
         self.feed(node, WorkerExited(node.group.number, rank, local_rank, slot, status, words, self._clock(node)))
         if not status.ok:
             self._lose_peers(node.group, node)
@@ -412,8 +416,9 @@ class Cluster:
                 node.pause_round = number if on else 0
                 if on and self.can_pause:
                     self._at(STEP_S, lambda: self._hold(node, number))
+            case AheadRequested(number):
+                self._start_ahead(node, set(node.slots.usable) - node.at_entry, number)
             case HangReportRequested(number, on):
-                assert node.suspicion is not None
                 node.suspicion.report_requested(number, on)
                 node.look_at = self.now
             case HangVerdict(_, _, cause, why):
@@ -465,9 +470,10 @@ class Cluster:
                     node.blocked = round.number
                     return
                 assert round.number > node.stepping, "numbers only grow"
-                node.group, node.joined = round, False
+                node.group, node.joined, node.at_entry = round, False, set()
+                node.slots.ready(node.slots.starting)
+                self._announce_slots(node)
                 self.highest[node.name] = round.number
-                assert node.suspicion is not None
                 targets = [EvidenceTarget(rank, 1) for rank in round.ranks(node.name)]
                 node.suspicion.begin(round.number, targets, Path("evidence"))
                 node.stuck = ""
@@ -547,7 +553,9 @@ class Cluster:
             if node.stepping != round.number:
                 node.stepping = round.number
                 node.member.update_node_record(
-                    stepped_round=round.number, can_pause=round.number if self.can_pause else 0
+                    stepped_round=round.number,
+                    can_pause=round.number if self.can_pause else 0,
+                    entered=round.number if self.start_s else 0,
                 )
                 node.due = self.now
                 self.feed(node, FirstStep(round.number, self._clock(node)))
@@ -598,8 +606,31 @@ class Cluster:
         if (round := node.slots.unblocked()) is not None:
             node.blocked = 0
             self._perform(node, StartGroup(round))
-        node.member.update_node_record(slots=node.slots.usable, unusable=node.slots.why)
+        self._announce_slots(node)
         node.due = self.now
+
+    def _announce_slots(self, node: Node, **fields: int) -> None:
+        slots = node.slots
+        node.member.update_node_record(slots=slots.usable, unusable=slots.why, starting=slots.starting, **fields)
+
+    def _start_ahead(self, node: Node, slots: set[int], ahead: int | None = None) -> None:
+        """New processes run to their entry, and are there after `start_s`."""
+        if not self.start_s:
+            return
+
+        def enter() -> None:
+            here = slots.intersection(node.slots.starting)
+            if here and not node.dead and node.left is None:
+                node.at_entry |= here
+                node.slots.ready(here)
+                self.tell(node.label, f"slot {listing(sorted(here))} is at its entry")
+                self._announce_slots(node)
+                node.due = self.now
+
+        node.slots.starts(slots)
+        self._announce_slots(node, **({} if ahead is None else {"ahead": ahead}))
+        node.due = self.now
+        self._at(self.start_s, enter)
 
     def _unblock(self, node: Node, number: int) -> None:
         node.blocked = 0

@@ -29,7 +29,8 @@ class Node:
     "sleeps", "burns" (processor time), "stopped", "collective" (inside one, like those that wait for it). `unkillable`:
     slots whose workers do not die of SIGKILL; `blocked`: the round that waits for such a slot. `ahead_s`: its clock's
     lead over the cluster's: no two nodes' clocks agree. `hears`: it reaches the store, as last noted. `says`: what it
-    answers a probe about its store; `hosted_round`: the Round in a store that it has taken over.
+    answers a probe about its store; `hosted_round`: the Round in a store that it has taken over. `at_entry`: slots
+    with a new process at its entry.
     """
 
     label: str
@@ -60,4 +61,5 @@ class Node:
     suspicion: HangDetector | None = None
     look_at: float = 0.0
     hosted_round: Round | None = None
+    at_entry: set[int] = field(default_factory=set)
     says: tuple[StoreLife | None, bool, bool] = None, False, False

@@ -1,7 +1,8 @@
 """Runs a scenario of many nodes: lines that begin with '>' are what happens, those below each are what came of it.
 
     > job nodes=2:3 holds             first line; also slots=N, run=N, any number of Policy: adopt_timeout_s=5
-                                      host=a: a c10d store that ends with a's agent, and is empty when a starts again
+                                      stays=2: workers keep their processes; a new one needs 2 s to its entry; spares=K
+                                    host=a: a c10d store that ends with a's agent, and is empty when a starts again
     > start a b c                     agents start; b2=b: labelled b2, says it is node b; c:eval: with --role eval
                                       c@1.1: an elasticd one minor version newer, whose records have a field more
     > kill b | vanish b               its processes end; or the machine does, and no connection is reset
@@ -58,11 +59,13 @@ class ScriptedCluster:
         fewest, _, most = options.pop("nodes").partition(":")
         holds, host = options.pop("holds", None) is not None, options.pop("host", "")
         slots, run = int(options.pop("slots", 1)), options.pop("run", "")
+        stays, spares = float(options.pop("stays", 0)), int(options.pop("spares", 0))
         kinds = {f.name: f.type for f in fields(Policy)}
         numbers = {name: _number(kinds[name], text) for name, text in options.items()}
         policy = replace(Policy(), **numbers)
-        asked = Requirements(1, slots, int(fewest), int(most or fewest), policy.last_call_timeout_s, run)
+        asked = Requirements(1, slots, int(fewest), int(most or fewest), policy.last_call_timeout_s, run, spares)
         self.cluster = Cluster(asked, policy, slots, holds)
+        self.cluster.start_s = stays
         self.cluster.host, self.cluster.compares_one_key = host, bool(host)
         self.at = self.shown_at = self.cluster.now
         self._requests: dict[str, int] = {}
@@ -191,7 +194,6 @@ def play(text: str) -> tuple[str, History]:
             told = ScriptedCluster(words)
         else:
             out += told.happen(verb, words)
-    assert told is not None
     return "\n".join(out) + "\n", told.cluster.history
 
 

@@ -112,12 +112,12 @@ def test_refresh(one: Fixture) -> None:
     assert one.lists() == 3
 
 
-def test_drop_returns_the_keys(one: Fixture) -> None:
+def test_drop_returns_the_prefixes_that_had_keys(one: Fixture) -> None:
     one.put("a/1/x")
     one.put("b/1")
     one.cache.list("a/1/")
     one.cache.list("b/")
-    assert one.cache.drop(("a/", "c/")) == ["a/1/x"]
+    assert one.cache.drop(("a/", "c/")) == ["a/1/"]
     assert one.cache.drop(("a/",)) == []
 
 

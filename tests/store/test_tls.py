@@ -42,10 +42,7 @@ def shake_hands(client: ssl.SSLContext, pki: Path, name: str) -> None:
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(pki / "x.pem", pki / "x.key")
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [
-        client.wrap_bio(back, there, server_hostname=name),
-        serving.wrap_bio(there, back, server_side=True),
-    ]
+    ends = [client.wrap_bio(back, there, server_hostname=name), serving.wrap_bio(there, back, server_side=True)]
     for _ in range(4):
         for end in list(ends):
             try:

@@ -60,8 +60,7 @@ def test_no_endpoint_is_an_error_unless_an_address_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [("127.0.0.5", "127.0.0.5"), ("::1", "::1"), ("::ffff:127.0.0.1", "127.0.0.1")],
+    ("given", "expected"), [("127.0.0.5", "127.0.0.5"), ("::1", "::1"), ("::ffff:127.0.0.1", "127.0.0.1")]
 )
 def test_a_given_address_of_this_machine_is_taken(given: str, expected: str) -> None:
     assert local_address([("127.0.0.1", 2379)], given) == expected

@@ -25,7 +25,7 @@ def test_hanging_calls_leave_a_bounded_number_of_threads(monkeypatch: pytest.Mon
         assert run_within(5, lambda: "an answer", "another") == "an answer"
     finally:
         mounted.set()
-    until(lambda: threading.active_count() == before, 5)
+    until(lambda: threading.active_count() == before, 20)
     assert run_within(5, lambda: "an answer") == "an answer"
 
 

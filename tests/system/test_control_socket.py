@@ -20,8 +20,6 @@ from elasticd_agent.system.network.control_socket import (
     ControlServer,
     ControlSocketError,
     DumpRequested,
-    NullControlServer,
-    open_control,
     send_request,
 )
 from tests.system.control_server import Answering
@@ -145,7 +143,7 @@ def test_answer_in_single_bytes_ends_at_the_deadline(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(ControlSocketError, match="no answer within"):
             send_request(tmp_path / SOCKET_NAME, {"do": "about"}, 0.3)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < WAIT_S
         assert sent.result(WAIT_S) > 10, "it answered byte by byte"
 
 
@@ -173,12 +171,6 @@ def test_socket_path_longer_than_an_address(stack: ExitStack, tmp_path: Path) ->
     server = ControlServer(deep / SOCKET_NAME, lambda _: None)
     stack.callback(server.close)
     assert send_request(deep / SOCKET_NAME, {"do": "about"}) == {"pid": os.getpid()}
-
-
-def test_socket_that_cannot_be_created(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert isinstance(open_control(tmp_path / "gone" / SOCKET_NAME, lambda _: None, {}, said.append), NullControlServer)
-    assert said == [f"elasticd dump will not reach this agent: {tmp_path}/gone/control: No such file or directory"]
 
 
 def test_other_users_are_refused(stack: ExitStack, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from elasticd.errors import UsageError
 from elasticd_agent.config import notice_options
-from elasticd_agent.system.network import preemption
+from elasticd_agent.system.network import kubernetes, preemption
 from tests.faults.job import Job
 
 POD = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}, "metadata": {}, "spec": {"nodeName": "gpu-7"}}
@@ -95,7 +95,7 @@ def serve(asked: list[tuple[str, Mapping[str, str]]]) -> Iterator[Serve]:
 def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("token", "secret\n"), ("namespace", "ml")):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(preemption, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", tmp_path)
     monkeypatch.setenv("POD_NAME", "pod-3")
 
 

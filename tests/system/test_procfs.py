@@ -60,7 +60,6 @@ def running(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         try:
             yield process
@@ -150,7 +149,6 @@ def test_usage_reader_finds_new_processes(until: Until, tmp_path: Path) -> None:
     with running(IDLE) as first, running(FORKS) as second:
         assert set(usages.read([first.pid])) == {first.pid}
         before = usages.read([first.pid, second.pid])[second.pid].cpu_s
-        assert second.stdin is not None
         second.stdin.write("go on\n")
         second.stdin.flush()
         until(lambda: usages.read([first.pid, second.pid])[second.pid].cpu_s > before + 0.1, 20)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from elasticd_agent.system.network.sockets import sockets_of, tcp_bytes
+from elasticd_agent.system.network.sockets import tcp_bytes
+from elasticd_agent.system.processes.procfs import sockets_of
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -24,9 +25,7 @@ def test_sent_and_received_bytes(address: str, until: Callable[[Callable[[], obj
         until(lambda: all(inode in tcp_bytes() and tcp_bytes()[inode].moved >= 50_000 for inode in ends), 10)
 
 
-def test_bytes_that_the_peer_does_not_take_are_unsent(
-    until: Callable[[Callable[[], object], float], object],
-) -> None:
+def test_bytes_that_the_peer_does_not_take_are_unsent(until: Callable[[Callable[[], object], float], object]) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     with server, socket.create_connection(server.getsockname()) as client, server.accept()[0] as peer:
         client.setblocking(False)

@@ -79,7 +79,6 @@ class Nspawn:
         return self._layer / "console"
 
     def boot(self) -> None:
-        assert self._shell.stdin is not None
         self._shell.stdin.write("boot\n")
         deadline = time.monotonic() + _BOOT_S
         state = ""

@@ -1,6 +1,7 @@
-"""The unit under a real systemd, with a scripted agent: when runners stay, and when no process stays.
+"""The unit under a real systemd, with an agent that misbehaves: when runners stay, and when no process stays.
 
-The agent is standin/agent.py, which a drop-in starts instead of the real one; test_agent.py is about that one.
+The agent is standin/agent.py, which a drop-in starts instead of the real one. How that one is killed, hangs, stops and
+is upgraded is in test_agent.py.
 """
 
 from __future__ import annotations
@@ -95,35 +96,6 @@ def service(installed: Nspawn, until: Until) -> Iterator[UnitService]:
     installed.run("sh", "-c", f"rm -rf {STATE}/*")
 
 
-def test_killed_agent_is_restarted_without_effect_on_its_runner(service: UnitService) -> None:
-    agent, runner = service.agent, service.runner
-    for _ in range(3):
-        agent = service.agent
-        service.signal(signal.SIGKILL)
-        service.wait_for_replacement(agent)
-    assert service.runner == runner
-    assert service.is_alive(runner)
-    assert service.received == []
-
-
-def test_hung_agent_is_replaced(service: UnitService) -> None:
-    agent, runner = service.agent, service.runner
-    service.signal(signal.SIGSTOP)
-    service.wait_for_replacement(agent)
-    assert "Watchdog timeout" in service.machine.journal(UNIT)
-    assert service.runner == runner
-    assert service.is_alive(runner)
-    assert service.received == [], "the watchdog's signal is none that would drain"
-
-
-def test_stop_leaves_no_process(service: UnitService) -> None:
-    runner = service.runner
-    service.machine.run("systemctl", "stop", UNIT)
-    assert service.active() == "inactive"
-    assert service.received == ["SIGTERM"]
-    assert not service.is_alive(runner)
-
-
 def test_stop_timeout_leaves_no_process(service: UnitService) -> None:
     runner = service.runner
     service.command("stubborn")
@@ -168,19 +140,3 @@ def test_wrong_configuration_is_not_retried(service: UnitService) -> None:
     service.until(lambda: service.active() == "failed", 20)
     assert service.machine.properties(UNIT, "ExecMainStatus") == {"ExecMainStatus": "2"}
     assert service.is_alive(runner), "it leaves by itself when nobody speaks to it for adopt_timeout"
-
-
-def test_upgrade_is_no_restart(service: UnitService) -> None:
-    agent, runner = service.agent, service.runner
-    started = service.machine.properties(UNIT, "NRestarts", "ExecMainStartTimestampMonotonic")
-    service.signal(signal.SIGUSR2)
-    service.until(lambda: service.received == ["SIGUSR2"], 10)
-    service.signal(signal.SIGHUP)
-    service.until(lambda: service.received == ["SIGUSR2", "SIGHUP"], 10)
-    # Longer than the watchdog's time: the successor feeds it.
-    deadline = float(service.machine.output_of("cut", "-d ", "-f1", "/proc/uptime")) + 3
-    service.until(lambda: float(service.machine.output_of("cut", "-d ", "-f1", "/proc/uptime")) > deadline, 10)
-    assert service.agent == agent
-    assert service.runner == runner
-    assert service.is_alive(runner)
-    assert service.machine.properties(UNIT, "NRestarts", "ExecMainStartTimestampMonotonic") == started

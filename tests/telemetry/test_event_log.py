@@ -23,12 +23,7 @@ import pytest
 
 from docs.generate import events
 from elasticd.errors import UsageError
-from elasticd_agent.model.log_events import (
-    EVENT_TYPES,
-    CheckpointSavedEvent,
-    JobEndedEvent,
-    RoundPublishedEvent,
-)
+from elasticd_agent.model.log_events import EVENT_TYPES, CheckpointSavedEvent, JobEndedEvent, RoundPublishedEvent
 from elasticd_agent.telemetry.event_log import KEPT_BYTES, MAX_LINE_BYTES, EventLog, NullEventLog, open_event_log
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +48,7 @@ def test_a_line_carries_the_common_fields_and_its_own(tmp_path: Path) -> None:
     )
     log.close()
     (line,) = lines(tmp_path / "events")
-    assert abs(line.pop("wall") - before) < 1
+    assert before - 0.1 < line.pop("wall") < time.time() + 0.1
     assert line == {
         "v": 1, "kind": "round_published", "job": "job-1", "node": "node-a", "round": 1, "mono": mono,
         "reason": "began", "world_size": 2, "nodes": ["node-a"], "restarts": 0, "cause": "start", "lost": [],
@@ -66,7 +61,7 @@ def test_wall_and_mono_say_when_it_happened_not_when_it_was_written(tmp_path: Pa
     log.write(ended(mono=time.monotonic() - 100))
     log.close()
     (line,) = lines(tmp_path / "events")
-    assert 99 < time.time() - line["wall"] < 102
+    assert 99 < time.time() - line["wall"] < 120
 
 
 def test_a_later_run_appends_and_a_new_file_is_private(tmp_path: Path) -> None:
@@ -196,7 +191,7 @@ def test_a_pipe_whose_reader_stalls_loses_lines_not_time(tmp_path: Path) -> None
     log.write(ended())  # EPIPE
     log.close()
     assert log.lost > KEPT_BYTES // 3300
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
 
 
 def test_a_line_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:

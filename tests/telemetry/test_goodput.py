@@ -59,6 +59,11 @@ TRAINED = (stepped(1, 110.0), stepped(10, 120.0))
         (after(*TRAINED, GoodputLedger.on_pause), 135.0, TimeSplit(useful=10, idle=25)),
         (after(*TRAINED, lambda spent: spent.on_progress(122.0).on_pause()), 135.0, TimeSplit(useful=12, idle=23)),
         (after(*TRAINED, GoodputLedger.on_pause, broke(130.0)), 135.0, TimeSplit(useful=10, lost=5, idle=20)),
+        (
+            after(*TRAINED, GoodputLedger.on_pause, broke(130.0), stepped(11, 132.0)),
+            135.0,
+            TimeSplit(useful=13, lost=2, idle=20),
+        ),
         # Who waits for nodes is idle, though a fault was why; then it goes on being lost.
         (after(*TRAINED, broke(121.0), lambda s: s.on_wait(123.0)), 135.0, TimeSplit(useful=10, lost=3, idle=22)),
         (
@@ -88,6 +93,7 @@ def test_a_step_that_was_made_before_counts_once() -> None:
     spent = after(*TRAINED, broke(121.0), stepped(8, 130.0))
     assert spent.on_step(10, 131.0) == spent, "it is not beyond the highest"
     assert spent.on_step(11, 131.0).state == "useful"
+    assert spent.on_late_step(10, 131.0) == spent
 
 
 moments = st.floats(BEGAN - 5, BEGAN + 100)

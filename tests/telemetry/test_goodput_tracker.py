@@ -72,6 +72,18 @@ def test_a_crash_here_from_the_last_step_to_the_first_new_one() -> None:
     assert cost == pytest.approx(11.0)
     assert spending.totals_at(31.0) == exactly(10, 11, 10)
     assert spending.on_observation(seen(2, 12, 31.0, first_at=25.0)) is None, "it was made good once"
+    for number, at in ((2, 31.5), (3, 35.0)):  # the second one before the first was made good
+        spending.on_fault(number, at)
+        spending.on_round(round(number + 1, "crash", high_water=12), at + 0.2)
+    assert spending.on_observation(seen(4, 13, 40.0)) == pytest.approx(9.0)
+
+
+def test_a_fault_of_a_round_that_has_ended_is_none_of_the_next() -> None:
+    spending = trained()
+    spending.on_round(round(2, "crash", high_water=10), 19.7)
+    assert spending.on_observation(seen(2, 11, 30.0)) == pytest.approx(11.0)
+    spending.on_fault(1, 31.0)
+    assert spending.totals_at(40.0) == exactly(19, 11, 10)
 
 
 def test_a_crash_elsewhere_is_heard_of_by_the_next_round() -> None:
@@ -183,6 +195,9 @@ def test_who_does_not_plan_takes_the_backoff_for_a_loss_and_no_more() -> None:
     spending.on_fault(2, 22.0)
     spending.on_group_ended(2, 22.0)
     assert spending.totals_at(100.0).lost == pytest.approx(22.0 - 19.0 + 2.0 + AGREEMENT_S)
+    spending.on_round(round(3, "crash", streak=9), 100.0)
+    spending.on_group_ended(3, 101.0)
+    assert spending.totals_at(200.0).lost == pytest.approx(5.0 + AGREEMENT_S + 1.0 + BACKOFF_S[-1] + AGREEMENT_S)
 
 
 def test_a_fault_of_a_round_that_goes_on_elsewhere_costs_nothing_here() -> None:

@@ -371,6 +371,7 @@ def worst(job: str, ranks: int, *, served: bool = True) -> Metrics:
     metrics.snapshot(1, 1.0)
     metrics.checkpoint_failed()
     metrics.checkpoint_interval(60.0)
+    metrics.spares(1)
     metrics.unkillable_processes(1)
     metrics.store_available(up=True)
     metrics.lease(3.0, 0.01)

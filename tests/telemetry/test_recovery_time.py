@@ -34,8 +34,10 @@ def test_nothing_counts_without_a_fault() -> None:
 def test_the_first_sign_is_when_it_began() -> None:
     recovery = RecoveryTimer()
     recovery.start(10.0)
+    recovery.mark("detect", 10.5)
     recovery.start(11.0)
-    assert recovery.finish(12.0) == (2.0, {"first_step": 2.0})
+    recovery.mark("stop", 11.5)
+    assert recovery.finish(12.0) == (2.0, {"detect": 0.5, "stop": 1.0, "first_step": 0.5})
 
 
 def test_a_round_that_came_to_no_step_did_not_take_so_long_to_stop() -> None:
@@ -48,7 +50,6 @@ def test_a_round_that_came_to_no_step_did_not_take_so_long_to_stop() -> None:
     for part, at in (("stop", 5.1), ("agree", 6.0), ("start", 6.1)):
         recovery.mark(part, at)
     found = recovery.finish(6.3)
-    assert found is not None
     assert {part: round(s, 3) for part, s in found[1].items()} == {
         "agree": 1.0, "stop": 0.2, "start": 0.2, "first_step": 4.9,
     }  # fmt: skip
@@ -61,6 +62,5 @@ def test_parts_add_up(marks: list[tuple[str, float]], end: float) -> None:
     for part, at in marks:
         recovery.mark(part, min(at, end))
     found = recovery.finish(end)
-    assert found is not None
     assert abs(sum(found[1].values()) - found[0]) < 1e-6
     assert min(found[1].values()) >= 0

@@ -10,6 +10,7 @@ def test_a_group_that_resumes_at_step_1000_has_not_made_1000_steps() -> None:
     assert rate.observe(0, 0.0, stepped=False) is None
     assert rate.observe(1000, 1.0, stepped=False) is None, "resumed, and has not stepped yet"
     assert rate.observe(1001, 1.5, stepped=True) is None
+    assert rate.observe(1003, 2.0, stepped=True) is None
     assert rate.observe(1006, 2.5, stepped=True) == 5.0
 
 
@@ -21,3 +22,4 @@ def test_only_the_last_seconds_count() -> None:
     assert rate.observe(1429, 29 + WINDOW_S + 1, stepped=True) is None, "nothing is left to compare with"
     rate.reset()
     assert rate.observe(1430, 42.0, stepped=True) is None
+    assert rate.observe(1440, 42.0 + WINDOW_S, stepped=True) == 1.0

@@ -36,6 +36,21 @@ FAILED = line("worker_exited", 130.0, step=20, spent=TimeSplit(19.0, 1.0, 10.0, 
 
 
 @pytest.mark.parametrize(
+    ("cause", "lost", "planned", "kind"),
+    [
+        ("resize", "", True, "resize"),
+        ("resize", "b", False, "node lost"),
+        ("crash", "b", False, "crash"),
+        ("crash", "", False, "crash"),
+        ("", "", True, "round"),
+    ],
+)
+def test_kind_of_a_round(cause: str, lost: str, planned: bool, kind: str) -> None:
+    status = RoundStatus(2, cause=cause, lost_nodes=tuple(lost))
+    assert (status.planned, status.kind) == (planned, kind)
+
+
+@pytest.mark.parametrize(
     ("lines", "now", "goodput"),
     [
         ((), 200.0, None),
@@ -48,6 +63,15 @@ FAILED = line("worker_exited", 130.0, step=20, spent=TimeSplit(19.0, 1.0, 10.0, 
         ((TRAINS, line("job_ended", 120.0, spent=TimeSplit(10.0, 0.0, 10.0))), 9999.0, 0.5),
         # Another process continues the log after the writer was killed; a line that is a moment late does not.
         ((TRAINS, FAILED, line("first_step", 900.0, spent=TimeSplit(0.0, 0.0, 8.0, "useful"))), 900.0, 19 / 38),
+        # So does one after the time of day was set back.
+        (
+            (
+                line("first_step", 1000.0, spent=TimeSplit(500.0, 0.0, 0.0, "useful")),
+                line("first_step", 900.0, 2, spent=TimeSplit(0.0, 0.0, 100.0, "useful")),
+            ),
+            900.0,
+            500 / 600,
+        ),
         ((TRAINS, FAILED, line("scalars", 129.0, spent=TimeSplit(19.0, 0.0, 10.0, "useful"))), 130.0, 20 / 30),
         ((TRAINS, FAILED, line("scalars", 112.0, spent=TimeSplit(2.0, 0.0, 10.0, "lost"))), 120.0, 2 / 20),
     ],
@@ -166,6 +190,7 @@ def test_cost_of_a_hang_judged_elsewhere_counts_from_its_start() -> None:
 def test_numbers_of_the_script_are_bounded_and_follow_the_steps() -> None:
     logged = [line("scalars", 100.0 + n, step=n, values={"loss": 9.0 - n, "bad": None}) for n in range(1, 2000)]
     assert reported(*STARTED, *logged).scalars.keys() == {"loss"}
+    assert len(reported(*STARTED, *logged[:MAX_POINTS]).scalars["loss"]) == MAX_POINTS
     loss = reported(*STARTED, *logged).scalars["loss"]
     steps = [step for step, _ in loss]
     assert len(steps) <= MAX_POINTS and steps == sorted(set(steps))
@@ -174,6 +199,27 @@ def test_numbers_of_the_script_are_bounded_and_follow_the_steps() -> None:
     assert reported(*STARTED, *logged, again).scalars["loss"][-1] == (900, 1.5), "trained again from there"
     names = line("scalars", 100.0, step=1, values={f"n{n}": n for n in range(40)})
     assert len(reported(*STARTED, names).scalars) == 16
+    repeated = line("scalars", 101.0, step=1, values={"n0": 7.0, "n39": 7.0})
+    assert reported(*STARTED, names, repeated).scalars["n0"] == [(1, 7.0)]
+    assert len(reported(*STARTED, names, repeated).scalars) == 16
+
+
+def test_age_and_cost_of_a_checkpoint() -> None:
+    saved = CheckpointStatus(5, at=10.0, bytes=2_000_000, blocked_seconds=0.5)
+    assert (saved.aged(12.0).age_seconds, saved.cost) == (2.0, "2 MB, training blocked 0.5 s")
+    unknown = CheckpointStatus(5)
+    assert (unknown.aged(12.0), unknown.cost) == (unknown, "")
+
+
+def test_end_of_training_in_a_round() -> None:
+    hang = line("hang_detected", 150.0, seconds=30.0, action="restart")
+    assert reported(*STARTED, hang).rounds[1].ended_at == 120.0
+    reported_only = line("hang_detected", 150.0, seconds=30.0, action="report")
+    assert reported(*STARTED, reported_only).rounds[1].ended_at is None
+    paused, resumed = line("paused", 150.0), line("pause_ended", 160.0)
+    assert reported(*STARTED, paused).rounds[1].ended_at == 150.0
+    assert reported(*STARTED, paused, resumed).rounds[1].ended_at is None
+    assert 7 not in reported(*STARTED, line("pause_ended", 160.0, 7)).rounds
 
 
 def test_checkpoint_of_another_node_counts_after_resume() -> None:

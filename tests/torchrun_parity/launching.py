@@ -100,7 +100,7 @@ class Launched:
             self.process.kill()
             code = self.process.wait(10)
         remains = self.remains()
-        until = time.monotonic() + 3
+        until = time.monotonic() + 10
         while remains and time.monotonic() < until:
             time.sleep(0.05)
             remains = self.remains()

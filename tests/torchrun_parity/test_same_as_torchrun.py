@@ -178,11 +178,7 @@ def test_heartbeat_thread_after_import_torch(runs: Runs, way: str) -> None:
 
 
 def unseeded(facts: Facts) -> dict[str, Any]:
-    return {
-        **facts["random"]["unseeded"],
-        **facts["streams of torch"]["unseeded"],
-        "numpy": facts["numpy"]["unseeded"],
-    }
+    return {**facts["random"]["unseeded"], **facts["streams of torch"]["unseeded"], "numpy": facts["numpy"]["unseeded"]}
 
 
 def test_random_streams_differ_from_rank_to_rank(runs: Runs) -> None:

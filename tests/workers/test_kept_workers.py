@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -130,6 +131,18 @@ def test_worker_that_has_not_entered_gets_a_new_process_at_once(job: StartJob) -
     assert started.kept == (1,)
 
 
+def test_worker_whose_training_is_over_is_not_waited_for(job: StartJob) -> None:
+    """It has said so before it was asked to leave, or the two messages crossed."""
+    three = job(done=[0], **{"just done": [2]})
+    three.node.report(messages.Left)
+    assert three.node.workers.slots_to_keep(1, ALL) == ([1, 2], [0])
+    asked = time.monotonic()
+    assert three.end() == GroupEnded(1, (1,))
+    assert time.monotonic() - asked < ALL.park_s
+    assert three.exits() == {0: "was killed by SIGKILL", 2: "was killed by SIGKILL"}
+    assert three.sentences[-1].startswith("round 1: train had ended on ranks 0 and 2, by a result or an error: a new")
+
+
 def test_group_that_no_rank_has_entered_ends_as_before(job: StartJob) -> None:
     three = job(plain=[0, 1, 2])
     assert three.end() == GroupEnded(1)
@@ -145,13 +158,22 @@ def test_lost_peer_is_reported_and_the_worker_stays(job: StartJob) -> None:
     assert three.end() == GroupEnded(1, (0, 1, 2))
 
 
+def test_worker_that_has_lost_no_peer_is_told_so(job: StartJob) -> None:
+    """It would wait for the end of a round that has no fault. Where another one ends, that is waited for."""
+    three = job(lost=[2], doubted=[2])
+    three.node.until(PeerLost)
+    wait_for(lambda: (three.work / "answer").exists() and (three.work / "answer").read_text(), "the answer")
+    assert json.loads((three.work / "answer").read_text()) == {"type": "NoFault"}
+    assert three.end() == GroupEnded(1, (0, 1, 2))
+
+
 def test_late_worker_is_killed_and_replaced(job: StartJob) -> None:
     three = job(late=[1])
     assert three.end(Keep((0, 1), 0.3, "a fault")) == GroupEnded(1, (0,))
     assert three.exits() == {1: "was killed by SIGKILL", 2: "was killed by SIGKILL"}
     (late,) = three.reported(messages.NotParked)
     assert late.ranks == [1] and late.seconds >= 0.3
-    assert "round 1: rank 1 did not leave it within 0." in three.sentences[-1]
+    assert re.search(r"round 1: rank 1 did not leave it within \d+\.\d s: ", three.sentences[-1])
     assert three.start(2, 0, 1, 2).kept == (0,)
 
 
@@ -289,10 +311,24 @@ def test_newcomer_on_its_way_ends_where_a_round_needs_its_slot(job: StartJob) ->
 def test_newcomer_that_dies_is_reported(job: StartJob) -> None:
     three = job()
     os.kill(three.begin_ahead(3), signal.SIGTERM)
-    assert three.node.until(NewcomerEnded) == NewcomerEnded(3, "was killed by SIGTERM")
+    assert three.node.until(NewcomerEnded) == NewcomerEnded(3, "was killed by SIGTERM before session.run")
     assert three.node.workers.newcomers == set()
     three.end()
     assert three.start(2, 0, 1, 2).kept == (0, 1, 2)
+
+
+def test_newcomer_that_hangs_ends_and_is_reported(job: StartJob) -> None:
+    """What is kept beside it stays."""
+    three = job()
+    three.kill(1)
+    three.end()
+    newcomer = three.begin_ahead(1)
+    three.node.workers.tick(time.monotonic() + 599)
+    assert not is_gone(newcomer)
+    three.node.workers.tick(time.monotonic() + 601)
+    late = NewcomerEnded(1, "did not come to session.run within 600 s", is_late=True)
+    assert three.node.until(NewcomerEnded) == late
+    assert three.start(2, 0, 1, 2).kept == (0, 2)
 
 
 def test_newcomers_end_with_the_processes_that_are_kept(job: StartJob) -> None:

@@ -342,7 +342,6 @@ def test_the_lock_ends_with_its_holder_however_it_ends(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(UsageError):
             LogDirectory(tmp_path, "b", "r")

@@ -48,10 +48,7 @@ def test_the_same_as_torchrun(tmp_path: Path, ranks: frozenset[int] | None) -> N
         ours = spec(log_dir=tmp_path, redirects=redirects, tee=tee, local_ranks_filter=ranks)
         for rank, (which, paths, teed) in itertools.product(
             range(WORKERS),
-            [
-                (Streams.OUT, theirs.stdouts, theirs.tee_stdouts),
-                (Streams.ERR, theirs.stderrs, theirs.tee_stderrs),
-            ],
+            [(Streams.OUT, theirs.stdouts, theirs.tee_stdouts), (Streams.ERR, theirs.stderrs, theirs.tee_stderrs)],
         ):
             planned = plan_stream(ours, which, tmp_path / "dir", rank, b"p:")
             expected = {"": None, os.devnull: Path(os.devnull)}.get(

@@ -1,6 +1,10 @@
 """`elasticd checkpoints`: what a checkpoint directory holds, what of it can be loaded, and which of it may go.
 
 Only `prune` changes the directory, and it refuses while a job uses it. No torch is imported.
+
+The command uses the same walk over the lineage as a restore, so what it lists as restorable is what a job would load,
+in the order in which it would try. A checkpoint that is not in the lineage is listed with the reason; it is never
+deleted for that.
 """
 
 from __future__ import annotations
@@ -111,6 +115,9 @@ def build_parser() -> CommandParser:
 
 
 def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
+    """Print one line for each checkpoint, the newest first, with the reason against it where it
+    would not be restored.
+    """
     usable = {entry.path for entry in found.entries}
     skipped = {checkpoint.path: checkpoint.why for checkpoint in found.skipped}
     aside = {checkpoint.path: checkpoint for checkpoint in names_aside(directory)}
@@ -162,6 +169,9 @@ def _present(directory: Path) -> list[CheckpointName]:
 
 
 def _entries(found: LineageWalk, name: str | None) -> list[Entry]:
+    """Return the checkpoints of the lineage, or the named one. Raises UsageError where that is not in it, with the
+    reason.
+    """
     entries = [entry for entry in found.entries if name in (None, entry.path.name)]
     if name is not None and not entries:
         why = next(
@@ -173,6 +183,7 @@ def _entries(found: LineageWalk, name: str | None) -> list[Entry]:
 
 
 def _show(directory: Path, found: LineageWalk, name: str | None) -> int:
+    """Print the manifest of a checkpoint."""
     entries = _entries(found, name)
     if not entries:
         print(f"{shown(directory)} holds no checkpoint that can be restored")
@@ -196,6 +207,7 @@ def _verify(directory: Path, found: LineageWalk, name: str | None) -> int:
 
 
 def _prune(directory: Path, keep: int, keep_every: int) -> int:
+    """Delete all but the newest steps, under the lock that a job would hold."""
     if keep < 1 or keep_every < 0:
         raise UsageError("--keep is at least 1, --keep-every at least 0")
     if (store := store_of(directory)) is not None and (holder := store.holder()):

@@ -1,6 +1,11 @@
 """`elasticd dump`: requests the evidence of a running job, without disturbing it, and explains it.
 
-Agents of this user are found by their runtime directories; the agent of the job gathers the evidence.
+Agents of this user are found by their runtime directories; the agent of the job gathers the evidence. The command
+itself touches no worker: the agent knows the ranks, may trace them, and has the deadlines that keep a dead file system
+or a stuck process from stopping the collection.
+
+Directories of killed agents may lie beside those of live ones. A directory counts if its pid lives and its socket
+answers; an agent that does not answer is named, since that is what a person with a stuck job has to know first.
 """
 
 from __future__ import annotations
@@ -79,6 +84,7 @@ def _sockets() -> set[Path]:
 
 
 def _dumped(agent: LocalRun, out: Path | None, *, as_json: bool) -> int:
+    """Have the agent gather the evidence, and show it."""
     try:
         answer = control.send_request(agent.socket, {"do": "dump", "out": None if out is None else str(out)})
     except control.ControlSocketError as error:
@@ -101,6 +107,7 @@ def _shown(path: Path, node: str, *, as_json: bool) -> int:
 
 
 def _checked(out: Path | None) -> Path | None:
+    """Return the directory for the evidence. Raises UsageError for one that holds something already."""
     if out is None:
         return None
     path = out.absolute()

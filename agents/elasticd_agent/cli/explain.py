@@ -58,6 +58,7 @@ def _answer(args: argparse.Namespace, directory: Path) -> int:
 
 
 def show(explained: Explanation, *, as_json: bool) -> None:
+    """Print an explanation: the page, as wide as the terminal allows, or one JSON object."""
     if as_json:
         text = json.dumps(document(explained), indent=2, ensure_ascii=False) + "\n"
     else:
@@ -67,6 +68,7 @@ def show(explained: Explanation, *, as_json: bool) -> None:
 
 
 def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
+    """Print one line for each folder of evidence."""
     if not found:
         return _nothing(f"no evidence in {directory}")
     for place in found:

@@ -1,4 +1,14 @@
-"""The command `elasticd`: chooses the command and returns its exit code. Nothing slow is imported before that."""
+"""The command `elasticd`: chooses the command and returns its exit code. Nothing slow is imported before that.
+
+The commands of the three parts share one name. Those of a job (`run`, `explain`, `dump`, `checkpoints`, `store`,
+`docs`) are in this package; those of the service are found by name and imported when they are called, so a machine that
+only runs jobs never loads the service. `explain` and `dump` exist in both: `refers_to_job` decides which one is meant
+by what the user has written and by whether an agent runs here.
+
+A mistake of the user is one line on stderr and exit code 2; a store that is away is 75, since the same command may work
+later; a traceback means a defect of elasticd. Standard streams that are closed are opened on /dev/null first: otherwise
+the first file that is opened would get their numbers, and error messages would be written into it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +24,7 @@ from typing import NamedTuple
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
-from elasticd_agent.model.exit_codes import INTERRUPTED, REQUEUE
+from elasticd_agent.model.job import INTERRUPTED, REQUEUE
 from elasticd_agent.model.phrases import did_you_mean
 
 
@@ -35,6 +45,10 @@ COMMANDS = {
     "dump": Command("takes the stacks of all ranks now, without disturbing them", "elasticd_agent.cli.dump:dump"),
     "checkpoints": Command(
         "lists, checks and prunes a checkpoint directory", "elasticd_agent.cli.checkpoints:checkpoints"
+    ),
+    "report": Command(
+        "sums up weeks of jobs: goodput, and what faults cost by cause, node and rank",
+        "elasticd_daemon.cli.report_command:report",
     ),
     "open": Command("prints a URL that logs a browser in to the dashboard"),
     "nodes": Command("lists the nodes, what runs there, and why a node takes no work"),
@@ -102,6 +116,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _help() -> str:
+    """The text of `elasticd help`."""
     lines = (f"  {name:<12} {command.line}\n" for name, command in COMMANDS.items())
     return (
         "usage: elasticd run [options] SCRIPT [script's arguments]\n       elasticd COMMAND [options]\n"
@@ -112,6 +127,7 @@ def _help() -> str:
 
 
 def _load(entry: str) -> Callable[..., int]:
+    """Return the function that an entry names. Raises UsageError if a package that it needs is missing."""
     module, _, name = entry.partition(":")
     try:
         function: Callable[..., int] = getattr(import_module(module), name)
@@ -125,6 +141,7 @@ def _load(entry: str) -> Callable[..., int]:
 
 
 def _run(argv: Sequence[str]) -> int:
+    """Run a job: parse, check this machine, and only then import what runs it."""
     from elasticd_agent.config import run_options
 
     try:
@@ -177,6 +194,7 @@ def _open_std_streams() -> None:
 
 
 def _error(prefix: str, message: str, code: int = 2) -> int:
+    """Print one line on stderr and return the exit code."""
     # One line for any argument: a newline in a file name must not break it up.
     print(f"{prefix}: error: {message}".replace("\n", "\\n").replace("\r", "\\r"), file=sys.stderr)
     return code

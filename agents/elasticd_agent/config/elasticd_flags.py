@@ -24,6 +24,13 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         default=(),
         repeatable=True,
     ),
+    _own(
+        "--integrate WHAT",
+        "auto: Hugging Face Trainer and Lightning get elasticd's callback without a line in the script (elasticd docs "
+        "frameworks); needs --checkpoint-dir and a fixed number of workers.",
+        default="off",
+        choices=("off", "auto"),
+    ),
     _own("--event-log FILE", "Appends one JSON object per event to FILE (elasticd docs events)."),
     _own("--metrics-port PORT", "Serves Prometheus metrics on this port; 0 for a free one.", value_type=ValueType.INT),
     _own("--metrics-addr ADDR", "The address metrics are served on.", default="127.0.0.1"),
@@ -68,6 +75,13 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         "a restart.",
         default=_USUAL.grow,
         choices=("auto", "always", "never"),
+    ),
+    _own(
+        "--spares K",
+        "Nodes beyond MAX of --nnodes that stand by: their workers run the script up to session.run(), and take the "
+        "place of lost ones at once. For a job on one node: slots beyond MAX of --nproc-per-node.",
+        value_type=ValueType.INT,
+        default=0,
     ),
     _own(
         "--hang-floor TIME",

@@ -24,6 +24,8 @@ from elasticd_agent.system.network.addresses import parse_endpoint
 BACKENDS = ("static", "c10d", "etcd")
 DEFAULT_PORTS = {"c10d": 29400, "etcd": 2379}
 """torchrun's for c10d, etcd's own for its clients."""
+_TORCHRUN_PORT, _THIS_MACHINE = 29500, "127.0.0.1"
+"""The defaults of torchrun."""
 KEEP_ALIVE_ATTEMPTS = 3
 """torchrun's default of keep_alive_max_attempt."""
 
@@ -58,7 +60,11 @@ _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")  
 
 @dataclass(frozen=True, slots=True)
 class RendezvousOptions:
-    """The meaning of the options. `numbers` are Policy's keyword arguments; `job_id` None: a random one will do."""
+    """The meaning of the rendezvous options.
+
+    `policy_fields` are Policy's keyword arguments; `job_id` None: a random one will do; `run` tells two runs of one job
+    apart.
+    """
 
     rendezvous: Rendezvous
     policy_fields: Mapping[str, Any]
@@ -67,7 +73,12 @@ class RendezvousOptions:
 
 
 def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) -> RendezvousOptions:
-    """Raises UsageError."""
+    """Return what the parsed options mean. Raises UsageError for a combination that cannot work, with the alternative.
+
+    Several nodes need a name that all of them know. It is `--rdzv-id`, or Slurm's job, or follows from the master's
+    address; a random one would leave each node waiting alone. Their run is a number, so that a later run of the same
+    job differs from an earlier one whose records are still in the store.
+    """
     try:
         low, high = parse_count_range(parsed.nnodes)
     except ValueError as error:
@@ -88,9 +99,12 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
     run = parsed.run
     if high > 1:
         job_id = job_id or environ.get("SLURM_JOB_ID") or None
+        if job_id is None and backend == "c10d":  # its store is this job's alone; etcd's has other jobs as well
+            where = re.sub("[^A-Za-z0-9.-]+", "-", parsed.rdzv_endpoint)
+            job_id = f"{'c10d' if node_rank is None else 'static'}-{where}"
         if job_id is None:
             raise UsageError(
-                f"--nnodes {parsed.nnodes} needs --rdzv-id JOB, the same on every node: "
+                f"--nnodes {parsed.nnodes} with --rdzv-backend etcd needs --rdzv-id JOB, the same on every node: "
                 "random ids, one per node, cannot meet"
             )
         # It tells two runs of a job apart and must be the same on all nodes, too: Slurm counts its requeues.
@@ -152,7 +166,7 @@ def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
 
 
 def _static_as_c10d(parsed: Namespace, low: int, high: int) -> Namespace:
-    """The same options for c10d at the master's address, which all nodes know; it also names the job."""
+    """The same options for c10d at the master's address, which all nodes know."""
     nodes = f"--nnodes {parsed.nnodes}"
     if low < high:
         raise UsageError(
@@ -163,15 +177,15 @@ def _static_as_c10d(parsed: Namespace, low: int, high: int) -> Namespace:
         raise UsageError(f"--node-rank {parsed.node_rank}: {nodes} have the ranks 0 to {high - 1}")
     endpoint = parsed.rdzv_endpoint
     if not endpoint:
-        if parsed.master_port is None:
+        port = _TORCHRUN_PORT if parsed.master_port is None else parsed.master_port
+        if parsed.master_port is None and parsed.master_addr == _THIS_MACHINE:
             raise UsageError(
                 f"{nodes} needs --master-addr HOST --master-port PORT of the first node, or --rdzv-backend c10d or "
                 "etcd with --rdzv-endpoint and --rdzv-id"
             )
         host = parsed.master_addr.strip("[]")
-        endpoint = f"[{host}]:{parsed.master_port}" if ":" in host else f"{host}:{parsed.master_port}"
-    job = parsed.rdzv_id if parsed.rdzv_id not in ("none", "") else "static-" + re.sub("[^A-Za-z0-9.-]+", "-", endpoint)
-    return Namespace(**{**vars(parsed), "rdzv_backend": "c10d", "rdzv_endpoint": endpoint, "rdzv_id": job})
+        endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Namespace(**{**vars(parsed), "rdzv_backend": "c10d", "rdzv_endpoint": endpoint})
 
 
 # ---- where
@@ -196,6 +210,7 @@ def parse_endpoints(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...
 
 
 def _endpoint(text: str, default_port: int) -> tuple[str, int]:
+    """Return host and port. A user name in the address is refused, since addresses are logged."""
     if "@" in text:
         raise UsageError("holds a user name: give --rdzv-conf user=NAME,password_file=FILE instead")
     host, port = parse_endpoint(text, default_port)
@@ -208,6 +223,9 @@ def _endpoint(text: str, default_port: int) -> tuple[str, int]:
 
 
 def _conf(text: str) -> dict[str, str]:
+    """Return the keys of --rdzv-conf. Unknown keys are refused with the nearest known one, as a misspelled time would
+    be ignored.
+    """
     conf: dict[str, str] = {}
     # Quotes that a shell has left around the whole: torchrun ignores the keys that they spoil.
     for pair in filter(None, text.strip().strip("\"'").split(",")):
@@ -223,6 +241,7 @@ def _conf(text: str) -> dict[str, str]:
 
 
 def _check_keys_of_backend(conf: Mapping[str, str], backend: str) -> None:
+    """Refuse keys that the chosen backend would ignore."""
     for key in conf:
         if key in (_ETCD if backend == "c10d" else _C10D):
             raise UsageError(f"--rdzv-conf: {key} is for {'etcd' if key in _ETCD else 'c10d'}, not for {backend}")
@@ -276,6 +295,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 
 def _tls(conf: Mapping[str, str], secure: bool | None, cwd: Path) -> Tls | None:
+    """Return the TLS files, by torchrun's names or etcd's; None without TLS. Raises UsageError for contradictions."""
     protocol = conf.get("protocol", "").lower()
     if protocol not in ("", "http", "https"):
         raise UsageError(f"--rdzv-conf: protocol={conf['protocol']} is neither http nor https")
@@ -294,6 +314,7 @@ def _tls(conf: Mapping[str, str], secure: bool | None, cwd: Path) -> Tls | None:
 
 
 def _credentials(conf: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> tuple[str | None, str | None]:
+    """Return user and password, from --rdzv-conf or the environment; a file keeps the password out of process lists."""
     user = conf.get("user", environ.get("ELASTICD_ETCD_USER")) or None
     if "password" in conf and "password_file" in conf:
         raise UsageError("--rdzv-conf: password and password_file contradict each other; leave one out")

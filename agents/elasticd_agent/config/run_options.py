@@ -2,6 +2,14 @@
 
 The parser is made from the tables in torchrun_flags.py and elasticd_flags.py and follows argparse wherever torchrun
 does. It touches neither the disk nor the network (preflight.py does) and never imports torch.
+
+A command line that works with torchrun works here: same names, same spellings, same abbreviations, same PET_ variables,
+same defaults. A flag of torchrun is honored, accepted without effect, or refused with a sentence; which one is a column
+of the table, and docs/torchrun.md is generated from it. Flags of our own cannot be abbreviated, since a new one could
+make an abbreviation of torchrun's ambiguous.
+
+What the values mean is decided here and nowhere else: the number of workers for `gpu` or `auto`, the address of the
+workers' store, streams and filters for each rank. The rest of the agent reads a JobSpec and never an option.
 """
 
 from __future__ import annotations
@@ -44,6 +52,7 @@ class RunParser(argparse.ArgumentParser):
     """argparse, but a mistake is a UsageError, and our own options cannot be abbreviated (see docs/torchrun.md)."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise a mistake of the command line as UsageError: one line and exit code 2."""
         # argparse's "the following arguments are required: …"; from Python 3.13 on it names only the first one.
         if message.endswith(("training_script", "training_script_args")):
             message = "the script to run is missing, as in: elasticd run train.py"
@@ -79,7 +88,10 @@ def build_parser(environ: Mapping[str, str]) -> RunParser:
 
 
 def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> RunModel:
-    """The request of `elasticd run argv…`. Raises UsageError; --help prints and raises SystemExit(0)."""
+    """Return the request of `elasticd run argv…`.
+
+    Raises UsageError; --help prints and raises SystemExit(0).
+    """
     parsed, unknown = build_parser(environ).parse_known_args(list(argv))
     if unknown:
         raise UsageError(_unknown(unknown[0]))
@@ -130,6 +142,7 @@ def help_text() -> str:
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:
+    """Split a list at its commas; a doubled comma is one that belongs to an item."""
     return tuple(item.replace("\0", ",") for item in text.replace(",,", "\0").split(","))
 
 
@@ -153,6 +166,7 @@ _TYPES: Mapping[ValueType, Any] = {
 
 
 def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
+    """Return a flag's default, or the value of its PET_ variable. Raises UsageError where that makes no sense."""
     text = environ.get(flag.variable) if flag.variable else None
     if text is None:
         return flag.default
@@ -166,8 +180,20 @@ def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
     return value
 
 
+_OTHER_LAUNCHERS = {  # of deepspeed and accelerate launch
+    **dict.fromkeys(("num-gpus", "num-accelerators", "num-processes"), "--nproc-per-node N, for each node"),
+    **dict.fromkeys(("num-nodes", "num-machines"), "--nnodes N"),
+    **dict.fromkeys(("hostfile", "include", "exclude"), "the same command on each node, with --rdzv-endpoint"),
+    "machine-rank": "--node-rank N",
+    "main-process-ip": "--master-addr A",
+    "main-process-port": "--master-port P",
+}
+
+
 def _unknown(option: str) -> str:
     spelled = option.split("=", 1)[0]
+    if instead := _OTHER_LAUNCHERS.get(spelled.lstrip("-").replace("_", "-")):
+        return f"{spelled} is another launcher's option; write {instead}"
     names = [name for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) for name in flag.spellings]
     return f"unknown option {spelled}; {did_you_mean(spelled, names, 'elasticd run --help lists them')}"
 
@@ -180,10 +206,16 @@ def _path(text: str | None, cwd: Path) -> Path | None:
 
 
 def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: Mapping[str, str], cwd: Path) -> JobSpec:
+    """Return the job that the options describe, with paths made absolute and ids chosen."""
     low, high = _workers(parsed.nproc_per_node, environ)
     # torchrun leaves every GPU visible to every worker; we do, too, unless slots can be set aside or have one GPU each.
-    gpus = visible_gpus(environ) if low < high or parsed.virtual_local_rank else ()
+    slots = high + (parsed.spares if options.rendezvous.max_nodes == 1 else 0)
+    gpus = visible_gpus(environ) if low < slots or parsed.virtual_local_rank else ()
+    if high <= len(gpus) < slots:
+        raise UsageError(f"--spares {parsed.spares}: {high} workers leave {len(gpus) - high} of {len(gpus)} GPUs free")
     mode = _mode(parsed)
+    if parsed.integrate == "auto":
+        _check_integration(parsed, mode, low < high or options.rendezvous.min_nodes < options.rendezvous.max_nodes)
     address, port = _store_address(parsed) if options.rendezvous.backend == "memory" else ("localhost", None)
     if parsed.log_dir == os.devnull and (parsed.redirects, parsed.tee) != ("0", "0"):
         raise UsageError(f"--log-dir {os.devnull} keeps no log files: --redirects and --tee have nothing to write to")
@@ -198,9 +230,11 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         role=parsed.role,
         min_workers=low,
         max_workers=high,
-        devices=gpus[:high] if len(gpus) >= high else (),
+        spares=parsed.spares,
+        devices=gpus[:slots] if len(gpus) >= slots else (),
         checkpoint_dir=None if parsed.checkpoint_dir is None else resolve(cwd / parsed.checkpoint_dir),
         preload=_modules(parsed.preload or []),
+        integrate=parsed.integrate == "auto",
         log_dir=_path(parsed.log_dir, cwd),
         redirects=_streams("--redirects", parsed.redirects, high),
         tee=_streams("--tee", parsed.tee, high),
@@ -210,9 +244,23 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         master_addr=address,
         master_port=port,
         virtual_local_rank=parsed.virtual_local_rank,
+        numa_binding=parsed.numa_binding,
         signals=tuple(dict.fromkeys(name.strip() for name in parsed.signals_to_handle.split(","))),
         rendezvous=options.rendezvous,
     )
+
+
+def _check_integration(parsed: argparse.Namespace, mode: Mode, changes: bool) -> None:
+    """Refuse what the callbacks' defaults cannot keep: the global batch follows from the number of ranks."""
+    if parsed.checkpoint_dir is None:
+        raise UsageError("--integrate auto needs --checkpoint-dir, where the callbacks save")
+    if changes:
+        raise UsageError(
+            "--integrate auto takes the global batch from the number of workers, and a range lets that change: give "
+            "one number, or write the callback with global_batch= into the script (elasticd docs frameworks)"
+        )
+    if mode is Mode.EXEC:
+        raise UsageError("--integrate auto is for Python scripts, and --no-python starts a program")
 
 
 def _mode(parsed: argparse.Namespace) -> Mode:
@@ -224,6 +272,7 @@ def _mode(parsed: argparse.Namespace) -> Mode:
 
 
 def _workers(text: str, environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the least and the most workers of this node, from a number, a range, or torchrun's words."""
     counts = [str(_devices(word, environ)) if word in ("gpu", "cpu", "auto") else word for word in text.split(":")]
     try:
         return parse_count_range(":".join(counts))
@@ -232,6 +281,7 @@ def _workers(text: str, environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _devices(kind: str, environ: Mapping[str, str]) -> int:
+    """Return how many workers `gpu`, `cpu` or `auto` mean on this machine."""
     gpus = 0 if kind == "cpu" else len(visible_gpus(environ))
     if kind == "gpu" and not gpus:
         raise UsageError("--nproc-per-node gpu: no NVIDIA GPU can be seen from here; give a number, or cpu")
@@ -255,6 +305,7 @@ def _store_address(parsed: argparse.Namespace) -> tuple[str, int | None]:
 
 
 def _streams(option: str, text: str, workers: int) -> dict[int, Streams]:
+    """Return the streams that go to a file or to the console, by local rank."""
     if re.fullmatch("[0-3]", text):
         return dict.fromkeys(range(workers), Streams(int(text))) if text != "0" else {}
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
@@ -264,6 +315,7 @@ def _streams(option: str, text: str, workers: int) -> dict[int, Streams]:
 
 
 def _ranks(text: str) -> frozenset[int] | None:
+    """Return the local ranks whose output is shown; None for all."""
     if not text:
         return None
     items = [item.strip() for item in text.split(",")]

@@ -34,7 +34,8 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     Flag(
         "--rdzv-id ID",
         "The job's id, TORCHELASTIC_RUN_ID for the workers; none means a random one. (torchrun replaces it by a "
-        "random one unless a backend or port is given.) Several nodes must be given the same one, or SLURM_JOB_ID.",
+        "random one unless a backend or port is given.) Several nodes: SLURM_JOB_ID, else made from c10d's endpoint; "
+        "with etcd they must be given the same one.",
         default="none",
     ),
     Flag(
@@ -129,7 +130,8 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "--master-port PORT",
-        "Static backend: the port of the workers' store, 0 for a free one; in use, it is an error. Not given: any.",
+        "Static backend: the port of the workers' store, 0 for a free one; in use, it is an error. Not given: any; of "
+        "several nodes, 29500.",
         value_type=ValueType.INT,
     ),
     Flag(
@@ -152,9 +154,9 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "--numa-binding MODE",
-        "Workers are forked from one warm process, so no numactl can be put in front of each; bind the whole job "
-        "(numactl … elasticd run …), or call os.sched_setaffinity in the script.",
-        treatment=Treatment.REFUSED,
+        "Binds each worker to CPUs near its GPU: those of the GPU's NUMA node (node), of its socket (socket), its own "
+        "share of the node's cores (exclusive), or the cores of one L3 cache (core-complex). Workers without GPUs are "
+        "spread over the nodes. numactl is not needed.",
         choices=("node", "socket", "exclusive", "core-complex"),
         env=False,
     ),

@@ -2,8 +2,22 @@
 
 `blame` tries RULES in their order, which is the order of what can be trusted: which ranks have exited, which have not
 enqueued what NCCL's devices wait in, which have issued fewer collectives, which stacks are outside of any wait, which
-ranks wait in something else than the others.
-Without a difference between ranks there is no culprit.
+ranks wait in something else than the others. Without a difference between ranks there is no culprit.
+
+A hang has a victim for each culprit, and they look alike: both wait. What tells them apart is never how long a rank has
+waited, since all began within a step, but what it has not done that others wait for. Each rule looks for one such
+difference and answers with the ranks that lack it, the cause, a sentence with the numbers, and how strong that is as
+evidence. `patience` turns the strength into the time that has to pass before anything is killed: proof is acted upon in
+seconds, a likeness in minutes.
+
+Why the order is by trust. An exit is a fact. NCCL's devices count what was enqueued, whatever the Python thread does.
+So does NCCL's RAS where there is no recorder, of launches only. Counts of issued collectives are kept by the ranks
+themselves and cover one group. A stack is a moment: a rank may be seen outside a wait that it enters a millisecond
+later. Waiting in something else than the others is the weakest, as a script may let ranks do different things on
+purpose.
+
+A rank of which nothing is known (no stack, no heartbeat thread) is never blamed for being unknown, unless others wait
+for it by name. Where ranks of a whole node are behind together, the network is named and not the ranks.
 """
 
 from __future__ import annotations
@@ -159,7 +173,7 @@ def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> 
 
 
 def _places(ranks: Iterable[RankState]) -> tuple[str, ...]:
-    """Empty if the place of one is unknown."""
+    """Return the places in which these ranks wait; none if the place of one is unknown."""
     places = {rank.place for rank in ranks}
     return () if "" in places else tuple(sorted(places))[:MOST_PLACES]
 
@@ -242,8 +256,10 @@ def _not_enqueued(group: _Group, culprits: Sequence[RankState]) -> Blame:
 
 
 def _strength_of_cycle(group: _Group, ranks: Sequence[RankState]) -> Evidence:
-    """The evidence against ranks whose devices wait for each other. One whose main thread waits in gloo may do so for a
-    rank that is healthy."""
+    """Return the evidence against ranks whose devices wait for each other.
+
+    One whose main thread waits in gloo may do so for a rank that is healthy.
+    """
     if _only_wait(group, ranks):
         return "proven"
     return "unrecorded" if any(rank.report.where == "collective" for rank in ranks) else "device"
@@ -315,7 +331,7 @@ def _skipped_session_call(group: _Group) -> Blame | None:
 
 
 def _exited_early(group: _Group) -> Blame | None:
-    """Some ranks have exited while others still wait; the minority is to blame."""
+    """The rule for ranks that exited while others still wait: the minority is to blame."""
     live, exited = group.live, group.exited
     if not exited:
         return None
@@ -328,11 +344,45 @@ def _exited_early(group: _Group) -> Blame | None:
 
 
 def _single_rank(group: _Group) -> Blame | None:
+    """The rule for a single live rank: it waits for something outside the job."""
     if len(group.live) > 1:
         return None
     rank = group.live[0]
     why = f"{rank.label()} {rank.activity()}, and there is no other rank"
     return Blame((rank,), "blocked", why, "no_stack" if group.unknown else "device")
+
+
+def _behind_in_ras(group: _Group) -> Blame | None:
+    """NCCL's RAS, where no recorder counts: ranks have launched fewer collectives of a communicator than others.
+
+    It does not tell what is completed, so it names ranks and does not shorten any patience.
+    """
+    if any(rank.report.nccl_groups for rank in group.live):
+        return None
+    late = [rank for rank in group.live if rank.is_behind]
+    ahead = [rank for rank in group.live if any(count.launched == count.most for count in rank.report.launches)]
+    culprits = [rank for rank in late if rank not in ahead]
+    if not late or len(culprits) == len(group.live):
+        return None
+    if not culprits:
+        why = f"ranks wait for each other in different NCCL communicators: {_activity(late)}"
+        return Blame((), "mismatched_collectives", why, _strength_of_wait(late))
+    first = culprits[0].report.launches[0]
+    others = group.others(culprits)
+    why = (
+        f"{labels(culprits)} {has_have(culprits)} launched {first.launched:,} {first.operation} operations of an NCCL "
+    )
+    why += f"communicator ({first.communicator[:16]}), the foremost rank {first.most:,}, unchanged in two answers of "
+    why += f"NCCL's RAS{_namely(culprits)}{_activity(culprits)}{_held_up(others, culprits)}"
+    evidence = _strength_of_wait(culprits)
+    return Blame(tuple(culprits), "missed_collective" if evidence == "alike" else "blocked", why, evidence)
+
+
+def _strength_of_wait(ranks: Sequence[RankState]) -> Evidence:
+    """The evidence against ranks that nothing else tells apart: weak where one is at an unknown place."""
+    if not all(rank.waits for rank in ranks):
+        return "idle"
+    return "device" if any(rank.report.where == "device" for rank in ranks) else "alike"
 
 
 def _pending_alike(group: _Group) -> Blame | None:
@@ -474,6 +524,7 @@ RULES: tuple[Callable[[_Group], Blame | None], ...] = (
     _skipped_session_call,
     _exited_early,
     _single_rank,
+    _behind_in_ras,
     _pending_alike,
     _other_sources,
     _behind_without_stack,
@@ -517,6 +568,7 @@ def _issued(ranks: Sequence[RankState], others: Sequence[RankState]) -> str:
 
 
 def _activity(ranks: Sequence[RankState]) -> str:
+    """Say what these ranks do, each of the first three."""
     if len(ranks) == 1:
         return ranks[0].activity()
     more = "; …" if len(ranks) > 3 else ""
@@ -531,6 +583,7 @@ def _members(group: _Group, nccl_group: int) -> str:
 
 
 def _held_up(waiting: Sequence[RankState], culprits: Sequence[RankState]) -> str:
+    """Say who waits for the culprits, and in what."""
     waits = describe_waits(waiting)
     return f"; {waits} for {'it' if len(culprits) == 1 else 'them'}" if waits else ""
 

@@ -45,11 +45,6 @@ class LearnedDurations:
     outside of declared phases."""
 
 
-def begin_round(learned: LearnedDurations) -> LearnedDurations:
-    """The first steps are excluded again; what is known of the job stays."""
-    return replace(learned, steps=0)
-
-
 def record_duration(learned: LearnedDurations, phase: str, seconds: float) -> LearnedDurations:
     """Add the duration of one step ("step"), or of one visit to another phase."""
     step = phase == "step"
@@ -109,7 +104,7 @@ class StepHistory:
     def begin(self) -> None:
         """A new group starts; the steps of the last one count as done."""
         self._steps_before = self._high_water
-        self._durations = begin_round(self._durations)
+        self._durations = replace(self._durations, steps=0)  # the first ones are excluded again
         self._step = 0
         self._step_at = 0.0
         self._looked_at = self._idle_s = self._startup_s = 0.0

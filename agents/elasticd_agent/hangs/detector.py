@@ -3,6 +3,15 @@
 While this node or another one suspects a hang, helpers gather evidence of this node's ranks and every observation is
 reported; when progress resumes the report is withdrawn. It runs in the deciding thread and never waits. Only the leader
 decides that a group is hung, on all nodes' reports.
+
+Suspicion, evidence and verdict are three steps with three prices. A suspicion costs nothing: it follows from
+observations that are made anyway. Evidence costs the ranks a stack each and the node a moment, so it is gathered ever
+more rarely while a suspicion lasts. A verdict costs a restart, and therefore needs the reports of all nodes: a rank
+that waits for another one looks exactly like a rank that hangs, and only the other node knows which it is.
+
+A report carries what was observed and what was gathered; it contains no conclusion of this node beside its sentence.
+The leader combines the newest ones. `gathered` says that the evidence is complete, so the leader knows whether a
+missing stack is still to come.
 """
 
 from __future__ import annotations
@@ -178,6 +187,7 @@ class HangDetector:
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def _clear(self, now: float) -> None:
+        """End the suspicion: withdraw the report, and forget evidence that described another moment."""
         if self._open_since is not None:
             self.publish(None)
         self._set_suspicion("", now)
@@ -199,6 +209,7 @@ class HangDetector:
         self._why = why
 
     def _report_of(self, seen: Observation, deadline_s: float) -> HangReport:
+        """Return the report: each rank's observation, with the evidence that was gathered of it."""
         facts = (
             {evidence.rank: evidence for evidence in self._evidence_found.ranks}
             if self._evidence_found is not None
@@ -216,6 +227,7 @@ class HangDetector:
                 loading=evidence.loading,
                 groups=evidence.groups,
                 deviation=evidence.deviation,
+                launches=evidence.launches,
             )
             if (evidence := facts.get(rank.rank)) is not None
             else rank
@@ -237,6 +249,9 @@ class HangDetector:
         return self._gathering
 
     def _publish(self, report: HangReport, now: float) -> None:
+        """Send the report and keep it for the record. The next one comes sooner where a rank is
+        about to reach a limit.
+        """
         self._report_count += 1
         pause_s = REPORT_INTERVALS_S[min(self._report_count, len(REPORT_INTERVALS_S)) - 1]
         self._report_at = now + min([pause_s, *self._due_in(report)])

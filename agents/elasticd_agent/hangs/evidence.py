@@ -3,6 +3,10 @@
 What may hang (a process stuck in the kernel, a dead file system, a driver) is touched by helpers only (collector/). A
 thread of this module starts them, receives what they report, and kills their session at their deadline: the deciding
 thread never waits, and what was reported by then counts.
+
+Evidence is written to a local directory first and published to the log directory afterwards. The log directory may be
+the very file system that hangs; what lies in memory is still there when the group has been killed, and a later attempt
+can move it.
 """
 
 from __future__ import annotations
@@ -123,11 +127,13 @@ class EvidenceCollector:
         spy: str | None = None,
         temporary: Path | None = None,
         nvml: str | None = None,
+        ras: int = 0,
     ) -> None:
         """`scratch` is on local disk and may be deleted with the agent; the thread calls `post`; `node` is this one.
 
         `temporary` (the system's directory for that) gets a folder named `job` for evidence whose own directory does
-        not answer. `spy` is py-spy's path, "" for none, and `nvml` the directory of pynvml; None: found at need.
+        not answer. `ras` is the port of NCCL's RAS, 0 for none. `spy` is py-spy's path, "" for none, and `nvml` the
+        directory of pynvml; None: found at need.
         """
         self._scratch = scratch
         self._post = post
@@ -135,6 +141,7 @@ class EvidenceCollector:
         self._kept_rounds = keep
         self._spy = spy
         self._nvml = nvml
+        self._ras = ras
         self._node = node or os.uname().nodename
         self._published: dict[Path, NodeEvidence] = {}
         self._fallback_dir = fallback_directory(temporary) / (job or scratch.name)
@@ -264,6 +271,7 @@ class EvidenceCollector:
             tuple(target for target in request.targets if target.pid > 0),
             find_py_spy() if self._spy is None else self._spy,
             find_nvml() if self._nvml is None else self._nvml,
+            self._ras,
         )
         trouble, late = self._help("gather", collect, began + KILL_PART * (until - began), reported.receive)
         reported.troubles += [trouble] if trouble else []

@@ -16,7 +16,7 @@ from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
 
 JUDGE_INTERVAL_S = 0.25
-"""Reports are judged as often as the ranks are observed."""
+"""Reports are judged as often as the ranks are observed, also if none comes."""
 
 
 @dataclass(slots=True)
@@ -60,11 +60,8 @@ class HangJudge:
         if round.number != self._round:
             self._round = round.number
             self.reset()
-        current = {
-            reported.node: reported
-            for reported in reports
-            if reported.round == round.number and round.member(reported.node)
-        }
+        members = {member.node for member in round.members}
+        current = {r.node: r for r in reports if r.round == round.number and r.node in members}
         self.suspected = any(report.why for report in current.values())
         if not self.suspected:
             self.reset()
@@ -117,10 +114,6 @@ class HangJudge:
             self._last_verdict = verdict.cause, verdict.culprits, restarts
             self.new_verdicts.append(verdict)
         return verdict if restarts else None  # at every turn: the store may not have taken it
-
-    def next_turn_at(self, now: float) -> float:
-        """When to judge again, if no report comes."""
-        return now + JUDGE_INTERVAL_S
 
 
 def failures(verdict: HangVerdict, node: str, high_water: int, checkpoint: tuple[int, int] | None) -> list[Failure]:

@@ -2,6 +2,14 @@
 
 Ages count observed time only: over a gap in which the agent could not look (the machine was suspended, the agent was
 starved), or before its process has been started, no rank grows older. Nothing here waits.
+
+Ages are kept here and not in the heartbeats: a worker that hangs cannot say for how long. Each look adds the time since
+the last one to every age that nothing has reset, so a look that comes late (`MAX_LOOK_GAP_S`) cannot make a rank older
+than this process has watched it. While all ranks are stopped at once, by a scheduler or with the machine, no age grows.
+
+A rank is idle when its heartbeat shows no progress; it is quiet when, beside that, its processes use neither cores nor
+disks nor sockets. The difference is the work that heartbeats do not show: a compilation, a download, an evaluation
+without a session call. Usage is read only once the group is idle, since reading /proc for every process is not free.
 """
 
 from __future__ import annotations
@@ -92,6 +100,7 @@ class _Ages:
     stopped_s: float = 0.0
 
     def on_heartbeat(self, beat: Heartbeat, passed_s: float, now: float) -> None:
+        """Take a heartbeat: reset the ages of what has moved, and let the others grow by `passed_s`."""
         progress = beat.step, beat.progress_ns, beat.phase, beat.barrier, beat.collectives
         if progress == self.progress:
             self.idle_s += passed_s
@@ -252,6 +261,7 @@ class GroupObserver:
         )
 
     def _count_usage(self, idle_s: float, beats: Sequence[Heartbeat]) -> None:
+        """Sample the usage of the ranks' processes while the group is idle, and see who is quiet."""
         if not self._pids or (idle_s < USAGE_AFTER_IDLE_S and not any(ages.state == "T" for ages in self._ages)):
             self._usage_samples.clear()
             return
@@ -274,6 +284,7 @@ class GroupObserver:
             self._usage_samples.popleft()
 
     def _rank(self, index: int, beat: Heartbeat, state: str) -> RankReport:
+        """Return the report of one rank, from its heartbeat, its ages and its usage."""
         rank, slot = self.rank_slots[index]
         ages = self._ages[index]
         exited = rank in self._exited

@@ -55,7 +55,7 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool
     transfers = [rank for rank in stuck if rank.transfers]
     called = [rank for rank in stuck if _in_session_call(rank)]
     for rank in stuck:
-        for pending in () if rank in transfers or rank in called else _pending(rank):
+        for pending in _pending(rank) if rank.is_recorded else ():
             waits.setdefault(pending, []).append(rank)
     shown = sorted(waits.items(), key=lambda item: (-len(item[1]), item[0]))
     sentences = [_sentence(collective, waiting, [*stuck, *exited]) for collective, waiting in shown[:MOST_SHOWN]]
@@ -141,10 +141,6 @@ def _other_kind(one: _Collective, member: RankState) -> str:
     return kind if agreed(kind, one.backend) != agreed(one.kind, one.backend) else ""
 
 
-def _agreed_kind(one: _Collective, member: RankState) -> str:
-    return agreed(_other_kind(one, member) or one.kind, one.backend)
-
-
 def _culprits(
     waits: Sequence[tuple[_Collective, list[RankState]]], stuck: Sequence[RankState], exited: Sequence[RankState]
 ) -> list[RankState]:
@@ -153,7 +149,11 @@ def _culprits(
     if left:
         return left
     for collective, _ in waits:
-        kinds = {rank.report.rank: _agreed_kind(collective, rank) for rank in stuck if not _lacks(collective, rank)}
+        kinds = {
+            rank.report.rank: agreed(_other_kind(collective, rank) or collective.kind, collective.backend)
+            for rank in stuck
+            if not _lacks(collective, rank)
+        }
         (common, most), *others = Counter(kinds.values()).most_common()
         if others and 2 * most > len(kinds):
             return [rank for rank in stuck if kinds.get(rank.report.rank, common) != common]

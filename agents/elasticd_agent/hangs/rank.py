@@ -1,6 +1,15 @@
 """Pure: one rank under suspicion, as yes-or-no questions about its report and as words for a person.
 
 Where a fact is missing the answer is the one that ends no job.
+
+Each question combines what the heartbeat, the stack, /proc and the recorders say, and says which of them it trusts for
+it. A heartbeat proves that Python runs; its absence proves nothing unless the process could have run. Processor time
+proves work outside of a wait, and nothing inside of one: threads of NCCL and OpenMP spin while they wait. Bytes prove
+work where no wait explains them. A stack is believed for where a rank waits and never for how long.
+
+The answer that ends no job is not always "no": `is_busy` is true where it is unknown, `waits_for_anything` is true
+where the wait may be for another program, `lacks_stack` keeps a rank from being blamed. Read each property with that in
+mind before changing it.
 """
 
 from __future__ import annotations
@@ -124,6 +133,11 @@ class RankState:
             if any(mine == group and 0 <= enqueued <= completed for mine, enqueued, _ in self.report.nccl_groups):
                 return group, completed + 1
         return None
+
+    @property
+    def is_behind(self) -> bool:
+        """NCCL's RAS: it has launched fewer collectives of a communicator than another rank."""
+        return any(count.launched < count.most for count in self.report.launches)
 
     @property
     def is_joining(self) -> bool:

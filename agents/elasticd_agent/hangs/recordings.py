@@ -2,6 +2,11 @@
 
 Input is the JSON of torch's recorders (versions 2.x): NCCL's, gloo's, or that of a hook for another backend; unknown
 parts count as absent. Sequence numbers are per process group.
+
+A recording is a window: a ring of the last collectives, written while the rank may continue. So a number that is
+missing at the beginning says nothing, and one that is missing at the end says that the rank had not issued it when the
+recording was made. Numbers of two groups are never compared, and two recordings are compared by number and by what all
+ranks must agree on (`agreed`), since shapes may differ between ranks where the backend allows it.
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ def _stopped_culprits(case: _Case) -> SuspectedHang | None:
     culprits = case.blame.culprits
     if not culprits or any(rank.report.state != "T" for rank in culprits):
         return None
-    return _stopped_recently(culprits, case.policy, 0.0) or SuspectedHang(case.blame.why)
+    return _stopped_recently(culprits, case.policy, 0.0)
 
 
 def _slow_collective(case: _Case) -> SuspectedHang | None:
@@ -354,10 +354,6 @@ def _slow_collective(case: _Case) -> SuspectedHang | None:
     return SuspectedHang(f"slow, not hung: {case.blame.why}; but {flow}; the limit is {case.ceiling_s:g} s")
 
 
-def _by_patience(case: _Case) -> SuspectedHang | Hang:
-    return _decide(case, case.blame, case.idle_s)
-
-
 RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
     _stopped_process,
     _stopped_store,
@@ -370,7 +366,7 @@ RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
     _slow_rank,
     _stopped_culprits,
     _slow_collective,
-    _by_patience,
+    lambda case: _decide(case, case.blame, case.idle_s),
 )
 """The first one that answers decides; the last one always does."""
 

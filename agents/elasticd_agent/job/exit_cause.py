@@ -3,6 +3,12 @@
 A survivor of a killed peer raises too, often before the dead one is reaped, and is neither the root cause nor a user
 error. In doubt the failure is not its own: one restart too many costs a fraction of a second, a job that fails wrongly
 costs the job.
+
+The evidence is the exception's type with its bases, its text, and the frames of its traceback, in this order of trust.
+Types are compared by name, because a report comes from another process that may have another torch. Texts are those
+that gloo, NCCL, CUDA and the kernel print; each of them was seen, and a text that is not known counts as the script's
+own only where the type says so. An exception that the script raised while it handled another one is judged by the whole
+chain: the first in it may be the loss of a peer.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import builtins
 import re
 
-from elasticd.heartbeat.exit_report import ExitReport
+from elasticd.heartbeat.exit_report import CONNECTION_LOST, ExitReport
 from elasticd_agent.model.messages import WorkerExited
 from elasticd_agent.model.phrases import shortened
 
@@ -58,10 +64,7 @@ _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python3")
 
 # A peer has closed its end of a connection: it has died, or is about to. As gloo, NCCL and the kernel spell it.
 _CONNECTION_LOST_TYPES = frozenset({"ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError"})
-_CONNECTION_LOST_TEXTS = (
-    "closed by peer", "reset by peer", "broken pipe", "closed by remote peer", "remote process exited",
-    "ncclremoteerror",
-)  # fmt: skip
+_CONNECTION_LOST_TEXTS = (*CONNECTION_LOST, "closed by remote peer", "remote process exited", "ncclremoteerror")
 
 # A first line is cut to this length; one that names missing ranks, to the longer one.
 _MAX_LINE, _MAX_LINE_WITH_RANKS = 160, 480

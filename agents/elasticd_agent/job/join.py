@@ -2,37 +2,82 @@
 
 With a store in memory there is no other node: no lease can expire, no probe arrives, and the loop takes the rendezvous'
 turns.
+
+Everything that needs the network is put together here, in the order in which it can fail: an address that others can
+reach, the port for probes, the store, and then the member that uses them. What can be known to be wrong at once (a name
+that no machine has, a port in use) is an error of the user; what may come right (a store that starts later, a network
+that is not up yet) is waited for within the join timeout.
+
+The agent's name within its job is claimed among the agents of this machine, by binding an abstract Unix socket, which
+the kernel releases when the process ends, however it ends: an agent that replaces a killed one gets its name, and a
+second agent beside a live one gets another. Agents on other machines, and in other network namespaces, are told apart
+by their host names, and by the store.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import itertools
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.notices import Notice, Probed
+from elasticd_agent.model.messages import Notice, Probed
 from elasticd_agent.model.records import NO_NODE_RANK, NodeRecord
 from elasticd_agent.rendezvous.member import DriverFailed, MemberThread, RendezvousMember, TurnResult
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import PeerNetwork, TcpPeerNetwork
 from elasticd_agent.rendezvous.probe import ProbeServer
 from elasticd_agent.rendezvous.spec_check import spec_document
-from elasticd_agent.rendezvous.takeover import MovableStore, TakeOver
+from elasticd_agent.rendezvous.takeover import TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
 from elasticd_agent.store.open import FEWEST_TO_TAKE_OVER, open_signpost, open_store
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.network.addresses import format_endpoint, local_address
+
+
+@dataclass(frozen=True, slots=True)
+class NodeName:
+    name: str
+    free: bool  #: False: a live agent of the same job on this machine has the name, which was given explicitly
+
+
+def claim_node_name(spec: JobSpec, stack: contextlib.ExitStack) -> NodeName:
+    """--node-id; without it the host name, or the first of HOST-2, HOST-3 … that is free. `stack` releases it."""
+    given, host = spec.rendezvous.node, socket.gethostname()
+    if spec.rendezvous.backend == "memory":
+        return NodeName(given or host, free=True)
+    if given is not None:
+        return NodeName(given, _claim(spec, given, stack))
+    names = itertools.chain([host], (f"{host}-{number}" for number in itertools.count(2)))
+    return NodeName(next(name for name in names if _claim(spec, name, stack)), free=True)
+
+
+def _claim(spec: JobSpec, name: str, stack: contextlib.ExitStack) -> bool:
+    where = spec.rendezvous
+    key = json.dumps([where.backend, where.endpoints, spec.job_id, spec.run, name])
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0elasticd-node-{hashlib.sha256(key.encode()).hexdigest()}")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            claim.close()
+            return False
+    stack.callback(claim.close)
+    return True
+
 
 NEVER_S = 1e7
 DIRECTORY_ID_S = 1.0
@@ -97,7 +142,7 @@ def join_job(
         node,
         incarnation,
         address,
-        tuple(range(spec.max_workers)),
+        tuple(range(spec.slots)),
         directory=directory_id(spec.checkpoint_dir) if shared else "",
         highest_round=highest,
         warm=int(not shared or warm),
@@ -114,8 +159,9 @@ def join_job(
     stack.callback(store.close)
     last_call_timeout_s = policy.last_call_timeout_s if shared else 0.0
     requirements = Requirements(
-        spec.min_workers, spec.max_workers, options.min_nodes, options.max_nodes, last_call_timeout_s, spec.run
-    )
+        spec.min_workers, spec.max_workers, options.min_nodes, options.max_nodes, last_call_timeout_s, spec.run,
+        spec.spares,
+    )  # fmt: skip
     times = policy if shared else _without_renewal(policy)
     document = json.dumps(spec_document(spec, policy), sort_keys=True).encode()
     terms = JobTerms(Keys(spec.job_id), times, requirements, document)
@@ -123,7 +169,7 @@ def join_job(
     if options.backend == "c10d" and options.max_nodes >= FEWEST_TO_TAKE_OVER:
         signpost = open_signpost(options, spec.python, policy, terms.keys, log)
         stack.callback(signpost.close)
-        take_over = TakeOver(cast(MovableStore, store), record, policy, network, signpost.show, log)
+        take_over = TakeOver(cast(Any, store), record, policy, network, signpost.show, log)
     member = RendezvousMember(
         store,
         terms,

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.model.messages import Event, StepRules, StopForced, StopRequested
-from elasticd_agent.model.notices import LeaderNotice, StoreAvailability, StragglersFound
+from elasticd_agent.model.messages import (
+    Event,
+    LeaderNotice,
+    StepRules,
+    StopForced,
+    StopRequested,
+    StoreAvailability,
+    StragglersFound,
+)
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
@@ -42,6 +49,14 @@ class SlotChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SparesChanged:
+    """The slots here that would take a lost rank's place at once."""
+
+    slots: tuple[int, ...] = ()
+    at_entry: tuple[int, ...] = ()  #: those of them whose process is at its entry
+
+
+@dataclass(frozen=True, slots=True)
 class JobLeft:
     """The agent's work on this job is over. `round` is the last one it knew."""
 
@@ -62,6 +77,7 @@ JobEvent = (
     | GroupStarted
     | GroupEnding
     | SlotChanged
+    | SparesChanged
     | StopStarted
     | PhaseChanged
     | JobLeft

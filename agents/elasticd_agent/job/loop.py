@@ -3,17 +3,41 @@
 Every turn takes one message or reaches a deadline, passes it to the state machine, performs the actions that follow,
 observes the workers, and takes a turn of the rendezvous. Turns are level-triggered: the loop remembers nothing that the
 store, the workers or a clock could tell again, so a lost message costs time and no decision.
+
+Who may do what
+- Other threads (the owner's reader, the store's watcher, evidence, signals, the control socket) only put messages into
+  the inbox. They never read or change the state of the job, so none of it needs a lock.
+- The thread never waits for anything but its inbox. A call that may take long belongs to another thread, and its result
+  comes back as a message. A turn that takes longer than the lease would make this node look dead to the others.
+- `state_machine.step` decides what an event means in a phase; `_perform` does it. What an event means in every phase
+  (the slots, the monitor and the record of this node) is in `_before_step` and `_handle`.
+
+The order of a turn
+1. The message is handled. One that concerns the phase is appended to the queue of events.
+2. Timers that are due append an event each; kills and observations that are due happen now.
+3. The queue is drained: each event passes through the state machine, and its actions may append further events.
+4. The rendezvous takes its turn with the facts that the first three have changed, and returns notices, which are
+   handled as messages are.
+5. The queue is drained again, so a Round that has just arrived starts its group within the same turn.
+
+The workers are observed before one of their exits is handled. A first step that a worker made comes before its exit
+then, and a job that makes progress is never counted as one that fails at the start.
+
+A timer is set `TIMER_DELAY_S` late, and all of them are put off after this thread has slept through a deadline. Both
+have the same reason: a message may lie in the inbox whose arrival the timer would report as missing. The machine may
+have been suspended, or all of its cores taken; silence that this thread could not have heard proves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd.errors import StoreRefused
@@ -21,11 +45,19 @@ from elasticd.heartbeat import record as heartbeat
 from elasticd_agent.hangs.evidence import GatheredEvidence
 from elasticd_agent.hangs.explain import summary_lines
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.job.listener import GroupEnding, JobLeft, JobListener, PhaseChanged, SlotChanged, StopStarted
-from elasticd_agent.job.monitor import GroupMonitor, GroupSetup
+from elasticd_agent.job.listener import (
+    GroupEnding,
+    JobLeft,
+    JobListener,
+    PhaseChanged,
+    SlotChanged,
+    SparesChanged,
+    StopStarted,
+)
+from elasticd_agent.job.monitor import EAGER_S, GroupMonitor, GroupSetup
 from elasticd_agent.job.slots import Slots
 from elasticd_agent.job.state_machine import step
-from elasticd_agent.model import messages, notices
+from elasticd_agent.model import messages
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.member import DriverFailed, RendezvousMember, TurnResult
@@ -34,6 +66,7 @@ from elasticd_agent.workers.events import (
     GroupEntered,
     GroupStarted,
     NewcomerEnded,
+    NewcomerLost,
     NewcomerReady,
     OwnerEvent,
     ProcessReaped,
@@ -64,7 +97,7 @@ class StraySignal:
 
 
 Message = (
-    notices.Notice
+    messages.Notice
     | OwnerMessage
     | OwnerLost
     | DriverFailed
@@ -77,7 +110,11 @@ Message = (
 
 
 class JobLoop:
-    """One agent's run of one job."""
+    """One agent's run of one job.
+
+    All attributes belong to the deciding thread, except those whose docstring says that they are safe from any thread:
+    these are read by the metrics port and the control socket, and are replaced as a whole.
+    """
 
     def __init__(
         self,
@@ -96,6 +133,7 @@ class JobLoop:
         inbox: queue.SimpleQueue[Message],
         max_workers: int,
         slots: Slots,
+        spares: int,
     ) -> None:
         """`address` returns this machine's address for the workers of other nodes, and is called in every round.
         `make_workers` builds the manager again after its owner was lost."""
@@ -117,12 +155,18 @@ class JobLoop:
         self._kill_at: dict[int, float] = {}
         self._rendezvous_at: float | None = 0.0  # at once: there may be no other node to send the first message
         self._waiting_for_master: tuple[Round, tuple[WorkerSpec, ...]] | None = None
-        self._master: notices.MasterKnown | None = None
+        self._master: messages.MasterKnown | None = None
         self._saved_last = False
         """The ranks of the last group had a moment to save their state before they were killed."""
         self._ahead_of = 0
         """The round that this node may join, once its workers are at their entry."""
-        self._pause_round = 0
+        self.spares = SparesChanged()
+        self._spares_wanted = spares > 0
+        self._entered = 0
+        """The round whose workers here could leave it in their processes."""
+        self._newcomer_lost: tuple[int, int] | None = None
+        """The round in which a process died at its entry, and its slot: another one follows once."""
+        self._pause: messages.PauseRequested | None = None
         """The round for which the leader wants a pause."""
         self._launcher_settled = False
         self.round: Round | None = None
@@ -147,12 +191,21 @@ class JobLoop:
         return 0.0 if due_by is None else max(0.0, time.monotonic() - due_by)
 
     def run(self) -> int:
-        """Until the job has ended. Returns the exit code."""
+        """Take turns until the job has ended. Returns the exit code.
+
+        Raises StoreRefused where the store's job is another one than this agent's, and the error of the rendezvous'
+        driver where it failed for good.
+        """
         while self._exit_code is None:
             self._turn(self._receive())
         return self._exit_code
 
     def _receive(self) -> Message | None:
+        """Return the next message, or None when something is due.
+
+        The earliest of all deadlines is the timeout: timers, kills, the owner's tick, the next turn of the rendezvous
+        and the next observation. Without any the thread waits for a message without limit.
+        """
         now = time.monotonic()
         times = [*self._timers, *self._kill_at.values(), self.workers.tick(now)]
         times += [self._rendezvous_at, self._monitor.next_observation]
@@ -185,7 +238,7 @@ class JobLoop:
                 for event in self.workers.handle(message):
                     self._handle(event, now)
                 if self._slots.starting and not self.workers.can_release_ahead:
-                    self._start_with_round(None, "workers start cold")
+                    self._start_with_round("workers start cold")
                 if self._rules.multi_node and not self._launcher_settled and self.workers.settled:
                     self._launcher_settled = True
                     self._rendezvous.update_node_record(warm=1)
@@ -194,8 +247,8 @@ class JobLoop:
             case GroupStarted(number):
                 self._monitor.started(message)
                 self._listener.on(message, now)
-                if number == self._pause_round:
-                    self._request_pause(number, True)
+                if self._pause is not None and number == self._pause.number:
+                    self._request_pause(self._pause)
             case WorkersReleased():
                 self._monitor.released(message)
             case StoreReady(number, port):
@@ -204,32 +257,37 @@ class JobLoop:
             case ProcessUnkillable() | ProcessReaped():
                 self._slot_changed(message, now)
             case GroupEntered(number):
+                self._entered = number
                 self._rendezvous.update_node_record(entered=number)
+                self._start_spares(number)
             case NewcomerReady(slot):
                 self._slots.ready([slot])
                 self._announce_slots()
-            case NewcomerEnded(slot, why):
+            case NewcomerEnded(_, why):
                 if why:
-                    self._start_with_round(slot, why)
-                elif self.round is not None and self._may_release_ahead(self.round):
+                    self._listener.log(self._slots.failed(message))
+                    self._announce_slots()
+                if self.round is not None and self._may_release_ahead(self.round):
                     self._release_ahead(self.round)
+            case NewcomerLost(slot):
+                self._replace_newcomer(slot)
             case messages.WorkerExited(number) | messages.PeerLost(messages.WorkerExited(number)):
                 if number == self._monitor.number:
                     self._observe(now)  # a first step that the worker made comes before its exit
                 self._events.append(message)
             # --- the rendezvous
-            case notices.Probed():
+            case messages.Probed():
                 self._monitor.observe_eagerly(now)
-            case notices.MasterKnown():
+            case messages.MasterKnown():
                 self._master = message
                 self._start_with_master()
-            case notices.PauseRequested(number, on):
-                self._pause_round = number if on else 0  # its group may start later
-                self._request_pause(number, on)
-            case notices.AheadRequested(number):
+            case messages.PauseRequested(number, on):
+                self._pause = message if on else None  # its group may start later
+                self._request_pause(message)
+            case messages.AheadRequested(number):
                 self._ahead_of = number
                 self._start_ahead()
-            case notices.HangReportRequested(number, on):
+            case messages.HangReportRequested(number, on):
                 detector.report_requested(number, on)
                 self._monitor.observe_next_turn(now)
             case HangVerdict(number):
@@ -237,9 +295,9 @@ class JobLoop:
                 self._listener.on(message, now)
                 if evidence is not None:
                     self._listener.log(f"round {number}: stacks and waiting ranks: elasticd explain {evidence}")
-            case notices.StragglersFound() | notices.StoreAvailability() | notices.LeaderNotice():
+            case messages.StragglersFound() | messages.StoreAvailability() | messages.LeaderNotice():
                 self._listener.on(message, now)
-            case notices.Rejected(why):
+            case messages.Rejected(why):
                 if isinstance(self.phase, messages.Joining):
                     raise StoreRefused(why)
                 self._listener.log(why)
@@ -276,16 +334,27 @@ class JobLoop:
         with contextlib.suppress(OSError):
             os.kill(timer.pid, timer.signum)
 
-    def _request_pause(self, number: int, on: bool) -> None:
+    def _request_pause(self, pause: messages.PauseRequested) -> None:
         # The number makes every round's request a new one.
-        self.workers.request(number, heartbeat.PAUSE | number << 8 if on else 0, only=0)
+        request = heartbeat.PAUSE | pause.number << 8 | heartbeat.ALL_STAY * pause.all_stay
+        self.workers.request(pause.number, request if pause.on else 0, only=0)
+        if pause.on:  # the ranks wait from the end of a step on until this agent has seen it
+            self._monitor.observe_eagerly(time.monotonic(), EAGER_S)
 
     def _drain(self) -> None:
+        """Pass the queued events through the state machine, one after the other, until none is left or the job has
+        ended.
+
+        Listeners hear of an event before its transition. Their log lines thus have the order in which things happened,
+        and a sentence about the next Round follows the one about the failure that caused it.
+        """
         while self._events and self._exit_code is None:
             event = self._events.popleft()
             now = time.monotonic()
             self._before_step(event, now)
             self._listener.on(event, now)
+            if isinstance(event, messages.RoundPublished):
+                self._report_spares()
             before = type(self.phase)
             self.phase, actions = step(self.phase, event, self._rules)
             if type(self.phase) is not before:
@@ -300,8 +369,8 @@ class JobLoop:
                 self.round = round
                 if round.member(self.node) is None:
                     self.workers.end_store()
-                    self.workers.end_kept(newcomers=round.terminal)
                     if not round.terminal:
+                        self.workers.end_kept(newcomers=False)
                         self._release_ahead(round)
                         self._start_ahead()
             case messages.GroupEnded(number):
@@ -338,6 +407,11 @@ class JobLoop:
     # --- actions --------------------------------------------------------------------------------------------------
 
     def _perform(self, action: messages.Action) -> None:
+        """Perform one action of the state machine.
+
+        KillGroup and StopGroup are answered by GroupEnded in any case, from the owner or from its loss, so no phase
+        waits for a group without an end.
+        """
         match action:
             case messages.StartGroup(round):
                 self._start(round)
@@ -350,8 +424,9 @@ class JobLoop:
                 self._listener.log(why)
                 self._kill_at[number] = time.monotonic() + grace_s
                 self.workers.request(number, heartbeat.STOP)
-                # After SIGTERM a session saves a checkpoint. Ctrl-C and others end a rank at once, wherever it is.
-                self._saved_last = name != "SIGTERM"
+                # After SIGTERM a session saves a checkpoint. Ctrl-C and others end a rank at once, wherever it is. One
+                # that goes to the next round holds a state, and would answer SIGTERM only once all are there.
+                self._saved_last = name != "SIGTERM" or self.workers.meets(number)
                 self._end_group(number, signal.Signals[name], save=self._saved_last)
             case messages.ReportFailure(failure):
                 self._report(failure)
@@ -361,6 +436,9 @@ class JobLoop:
                 if not soon:
                     self._listener.log(why)
                 self._rendezvous.update_node_record(leaving=why, leaving_code=code, leaving_soon=soon)
+                if soon and self.round is not None and self.workers.meets(self.round.number):
+                    # These cannot pause: what they hold is saved now, in what is left of the time.
+                    self._events.appendleft(messages.TimerExpired(math.inf))
             case messages.SetTimer(at):
                 self._timers.append(max(at, time.monotonic() + TIMER_DELAY_S))
             case messages.Flush(failed):
@@ -408,6 +486,22 @@ class JobLoop:
     def _announce_slots(self, **fields: int) -> None:
         slots = {"slots": self._slots.usable, "unusable": self._slots.why, "starting": self._slots.starting}
         self._rendezvous.update_node_record(**slots, **fields)
+        self._report_spares()
+
+    def _report_spares(self) -> None:
+        slots = self._slots.spare(self.round) if self.round is not None else ()
+        ready = tuple(slot for slot in slots if slot not in self._slots.starting)
+        spares = SparesChanged(ready, tuple(slot for slot in ready if slot in self.workers.ready_slots))
+        if spares != self.spares:
+            self.spares = spares
+            self._listener.on(spares, time.monotonic())
+
+    def _start_spares(self, number: int) -> None:
+        """The workers here keep their processes: those of spare slots come to their entry, too."""
+        if self.round is not None and self.round.number == number and self.workers.can_release_ahead:
+            quarantined = {q.slot for q in self.round.quarantined_slots if q.node == self.node and q.left_s}
+            if slots := set(self._slots.spare(self.round)) - quarantined - self.workers.ready_slots:
+                self._start_slots(self.round, slots)
 
     def _slots_start(self, number: int, keep: Keep) -> None:
         """Before the failure is reported: the next Round need not wait for the workers that have to start anew."""
@@ -420,8 +514,8 @@ class JobLoop:
             self._slots.ready(self._slots.starting)
         self._announce_slots()
 
-    def _start_with_round(self, slot: int | None, why: str) -> None:
-        self._listener.log(self._slots.start_with_round(slot, why))
+    def _start_with_round(self, why: str) -> None:
+        self._listener.log(self._slots.start_with_round(why))
         self._announce_slots()
 
     def _start_ahead(self) -> None:
@@ -434,6 +528,23 @@ class JobLoop:
         self._announce_slots(ahead=number)
         self._release_ahead(round)
 
+    def _replace_newcomer(self, slot: int) -> None:
+        """A process has died at its entry: another one follows, once in a round."""
+        round = self.round
+        if round is None or self._newcomer_lost == (round.number, slot):
+            return
+        self._newcomer_lost = round.number, slot
+        member = round.member(self.node)
+        if member is None or slot not in member.slots:
+            self._start_slots(round, [slot])
+
+    def _start_slots(self, round: Round, slots: Collection[int]) -> None:
+        """New processes are to come to their entry there, now or once the round trains."""
+        self._slots.starts(slots)
+        self._announce_slots()
+        if self._may_release_ahead(round):
+            self._release_ahead(round)
+
     def _may_release_ahead(self, round: Round) -> bool:
         """The round trains, or runs without this node."""
         if round.member(self.node) is not None:
@@ -442,14 +553,22 @@ class JobLoop:
 
     def _release_ahead(self, round: Round) -> None:
         """Release the workers of slots that start and are in no round."""
-        slots = sorted(set(self._slots.starting) - self.workers.newcomers)
+        slots = sorted(self._slots.to_start - self.workers.newcomers)
         if slots:
             try:
                 self.workers.release_ahead(self._prepare_ahead(round, slots, self._address()))
             except OSError as error:
-                self._start_with_round(None, str(error))
+                self._start_with_round(str(error))
 
     def _start(self, round: Round) -> None:
+        """Start this node's group of `round`, or wait with it.
+
+        It waits where a process that cannot be killed still has a slot of the Round: two processes on one GPU would
+        take each other's memory. A Round that is published meanwhile respects what this node has announced.
+
+        The group's master is on the node of rank 0. It starts at once; the others start when they know the address and
+        the port of its store, which may come before or after the Round itself.
+        """
         if self._slots.blocks(round):
             return  # until the slot is free, or the next Round, which respects what this node announces
         self._monitor.drop()
@@ -483,6 +602,12 @@ class JobLoop:
         self._events.extend(self.workers.signal(number, signum, save=save, keep=keep))
 
     def _report(self, failure: Failure) -> None:
+        """Report a failure with what only this node knows: the last step of the culprits, the highest step and the
+        newest checkpoint.
+
+        The leader sees from these whether the job has made progress since the last restart, and hence whether its
+        budget is renewed.
+        """
         now = time.monotonic()
         if self._monitor.number == failure.round:
             self._observe(now)
@@ -496,10 +621,21 @@ class JobLoop:
 
     def _observe(self, now: float) -> None:
         self._stepped(self._monitor.observe(now))
+        if (number := self._monitor.number) is not None and (why := self._monitor.find_absent()):
+            self._events.append(messages.StartFailed(number, why, now))
 
     def _stepped(self, first: messages.FirstStep | None) -> None:
+        """React to the first step of a round: it is the sign that the script works here.
+
+        From now on a spare group of processes may be forked for the next restart, and slots that could not start in
+        time may run ahead to their entry. Neither happens before, since both take the cores that the first step needs.
+        """
         if first is not None:
             self._events.append(first)
+            if self._spares_wanted and self._entered != first.number:
+                self._spares_wanted = False
+                why = "the workers do not stay in their processes at a change (session.run)"
+                self._listener.log(f"--spares: {why}, so spares start theirs with their round")
             if self.round is not None and self.round.number == first.number:
                 self._release_ahead(self.round)
             # With a store, wherever rank 0 is now: if it is here in the next round, there is no time to fork one.
@@ -524,3 +660,5 @@ class JobLoop:
         self.workers.set_listener(self._listener)
         if (number := self._monitor.number) is not None:
             self._events.append(messages.GroupEnded(number))
+        else:
+            self._start_ahead()

@@ -2,6 +2,15 @@
 
 An observation reads heartbeats, worker events and /proc. Steps, checkpoints, pauses, wait counts and suspicions go to
 the rendezvous, the observation to the listener, and a round's first step to the loop. It never waits.
+
+Until the first step it observes often (`EAGER_INTERVAL_S`), since that step ends a recovery and allows the next one to
+be prepared; afterwards four times a second. Another agent's probe makes it observe often again for a moment: a peer has
+failed somewhere, and the exit report of a rank here may name the cause.
+
+Local facts and the node record are two different things. Facts (`update_local_facts`) stay on this node: the leader
+among the agents reads its own. The record (`update_node_record`) is written to the store for everybody, so only what
+changes rarely belongs there: the first step, a pause, a checkpoint every ten seconds, the number of waits when a second
+has passed.
 """
 
 from __future__ import annotations
@@ -20,7 +29,9 @@ from elasticd_agent.hangs.stragglers import WaitCounter
 from elasticd_agent.job import exit_cause
 from elasticd_agent.job.listener import JobListener
 from elasticd_agent.model.messages import FirstStep, KillGroup
+from elasticd_agent.model.phrases import listing, plural
 from elasticd_agent.model.records import Round
+from elasticd_agent.model.reports import RankReport
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.workers.events import GroupStarted, WorkersReleased
 from elasticd_agent.workers.groups import Keep
@@ -36,7 +47,8 @@ HASTENED_S = 0.3
 STATE_KEPT = ("attached", "resumed", "snapshot", "checkpoint_saved")
 """The next round continues from the state of that moment, or a newer one."""
 PARK_S, LONGEST_PARK_S = 1.0, 10.0
-"""The time that a worker has to leave a round: as long as its last step took, since it may be in the middle of one."""
+"""The time that a worker has to leave a round: as long as its last step took, since it may be in the middle of one. And
+to begin the next one, for which it waits: the longer time where it does anything, or waits for a processor."""
 REPORT_CHECKPOINT_S = 10.0
 """The interval of reports of new checkpoints to other nodes: a Round records one, the ranks look for the newest."""
 
@@ -51,8 +63,18 @@ class GroupSetup:
     evidence_dir: Path
 
 
+def find_absent(seen: Observation, kept: Collection[int]) -> list[RankReport]:
+    """Those of the workers that were said to wait for the round which have not begun it in time."""
+    waiting = [seen.ranks[at] for at in kept if not seen.heartbeats[at].started_ns]
+    return [rank for rank in waiting if rank.quiet_s >= PARK_S or rank.idle_s >= LONGEST_PARK_S]
+
+
 class GroupMonitor:
-    """One group at a time. It belongs to the deciding thread."""
+    """The monitor of one group at a time. It belongs to the deciding thread.
+
+    The life of a group: `begin` before it starts, `started` with its pids, `observe` as often as `next_observation`
+    says, `ending` as soon as it is ended on purpose, `end` when its last process is gone.
+    """
 
     def __init__(
         self,
@@ -74,16 +96,13 @@ class GroupMonitor:
         self._at = self._eager_until = self._hastened_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
         self._step_s = 0.0
-        self._kept = 0  # workers of this round that have kept their process of an earlier one
+        self._kept: tuple[int, ...] = ()  # workers of this round that have kept their process of an earlier one
+        self._has_absent = False  # one of them has not begun it in time
         self._checkpoint_reported_at = float("-inf")
         self._pending_exception = ""  # reported of this round's ranks
         self._stepped_round = 0  # the newest round with an observed step
-        self._observation: Observation | None = None
-
-    @property
-    def observation(self) -> Observation | None:
+        self.observation: Observation | None = None
         """The last observation of the running group; None while there is none. Safe from any thread."""
-        return self._observation
 
     @property
     def number(self) -> int | None:
@@ -98,10 +117,10 @@ class GroupMonitor:
     def observe_next_turn(self, now: float) -> None:
         self._at = now
 
-    def observe_eagerly(self, now: float) -> None:
-        """Observe often for a moment: another agent has probed this one, so the root cause may be a rank here."""
+    def observe_eagerly(self, now: float, seconds: float = HASTENED_S) -> None:
+        """Observe often for so long in this round: something is about to happen to a rank here."""
         self._at = now
-        self._hastened_until = now + HASTENED_S
+        self._hastened_until = now + seconds
 
     def begin(self, round: Round, prepared: GroupSetup, now: float) -> None:
         """Called before the group of `round` is started."""
@@ -112,17 +131,18 @@ class GroupMonitor:
         self._history.begin()
         self._wait_shares.begin()
         self._at = now + EAGER_INTERVAL_S
-        self._step_at, self._step_s, self._kept = (0, now), 0.0, 0
-        self._eager_until = now + EAGER_S
+        self._step_at, self._step_s, self._kept, self._has_absent = (0, now), 0.0, (), False
+        self._eager_until, self._hastened_until = now + EAGER_S, 0.0
         self._rendezvous.update_local_facts(next_step_due=now)
         self._pending_exception = ""
         self._rendezvous.update_node_record(ready_round=round.number, wait_counts=(), pending_exception="")
 
     def started(self, started: GroupStarted) -> None:
+        """Take over the pids of the group that has just started; from now on a hang can be found."""
         prepared = self._prepared
         if prepared is None or prepared.observer.round != started.number:
             return
-        self._kept = len(started.kept)
+        self._kept = started.kept
         prepared.observer.set_processes(started.pids, started.store_pid, started.held_ranks, started.store_port)
         targets = [replace(t, pid=pid) for t, pid in zip(prepared.targets, started.pids, strict=True)]
         self.detector.begin(started.number, targets, prepared.evidence_dir)
@@ -141,7 +161,7 @@ class GroupMonitor:
 
         A round that was changed in place and fails before its first step may have failed for that.
         """
-        seen = self._observation
+        seen = self.observation
         if seen is None or seen.round != kill.number:
             return Keep()
         if self._kept and self._stepped_round != kill.number:
@@ -165,16 +185,19 @@ class GroupMonitor:
         return first
 
     def drop(self) -> None:
+        """Forget the group. The readers of its worker events stay for the next one: a rank may have written its last
+        line as it was killed.
+        """
         if self._prepared is not None:
             self._earlier = self._prepared.observer.event_readers
             self._prepared.observer.close()
-            self._prepared = self._observation = None
+            self._prepared = self.observation = None
 
     def observe(self, now: float) -> FirstStep | None:
         """Observe the group, if there is one; returns its first step, once."""
         if self._prepared is None:
             return None
-        self._observation = seen = self._prepared.observer.observe(now)
+        self.observation = seen = self._prepared.observer.observe(now)
         number, at = seen.round, seen.first_step_at
         first = FirstStep(number, at) if at is not None and number != self._stepped_round else None
         if first is not None:
@@ -196,11 +219,21 @@ class GroupMonitor:
 
     def last_step(self, ranks: Collection[int]) -> int | None:
         """The last step that all of `ranks` have finished, or all ranks here; None if that is unknown."""
-        seen = self._observation
+        seen = self.observation
         if seen is None:
             return None
         steps = {rank.rank: beat.step for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True)}
         return min((steps[rank] for rank in steps.keys() & ranks or steps), default=None)
+
+    def find_absent(self) -> str:
+        """Return, once, why this round cannot go on: a process was said to wait for it, and has not begun it; or ""."""
+        seen = self.observation
+        if seen is None or self._has_absent or not (absent := find_absent(seen, self._kept)):
+            return ""
+        self._has_absent = True
+        ranks = f"{plural(len(absent), 'rank')} {listing(rank.rank for rank in absent)}"
+        idle_s = min(rank.idle_s for rank in absent)
+        return f"{ranks} said to wait for it, and did not begin it within {idle_s:.1f} s"
 
     def _find_pending_exception(self, seen: Observation) -> None:
         """A rank that raised may still write its last files: its peers fail before it exits, and the leader must not
@@ -242,6 +275,7 @@ class GroupMonitor:
             case "can_pause":
                 self._rendezvous.update_node_record(can_pause=number)
             case "paused" if step is not None:
-                self._rendezvous.update_node_record(paused=number, checkpoint=(number, step), high_water=step)
+                saved = self._rendezvous.facts.checkpoint  # not this step, where processes hold it
+                self._rendezvous.update_node_record(paused=number, checkpoint=saved, high_water=step)
             case "pause_ended" | "cannot_pause":
                 self._rendezvous.update_node_record(paused=0, can_pause=0)

@@ -2,6 +2,14 @@
 
 A missing script, a directory that is a file or a port in use is one line within a tenth of a second, and not a
 traceback from four workers. Nothing is changed: no file is created, no port kept, no module of the user imported.
+
+A check refuses only what would certainly fail. Where the answer may change until the workers start, or differs between
+this process and them (another interpreter, a file system that is read-only for a moment, a directory that its first
+writer creates), the check passes: a false refusal would keep a healthy job from starting, and a failure later has a
+sentence as well.
+
+Each check names the option and quotes the value, since a wrong value often looks right: a trailing space, a relative
+path in another directory.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from elasticd_agent.store import tls as certificate_files
 
 
 def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) -> None:
-    """Raises UsageError for the first obstacle."""
+    """Check everything that the job needs on this machine. Raises UsageError for the first obstacle."""
     path = environ.get("PATH")
     _workdir(spec.cwd)
     if spec.mode is not Mode.EXEC and shutil.which(spec.python, path=path) is None:
@@ -52,6 +60,7 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
 
 
 def _workdir(path: Path) -> None:
+    """Check that the working directory exists and can be entered."""
     try:
         mode = _mode(path)
     except PermissionError:
@@ -75,6 +84,7 @@ def _mode(path: Path) -> int:
 
 
 def _script(spec: JobSpec) -> None:
+    """Check that the script exists and can be read; a directory needs a `__main__.py`, as for Python itself."""
     try:
         _script_file(spec)
     except PermissionError:
@@ -99,6 +109,7 @@ def _script_file(spec: JobSpec) -> None:
 
 
 def _module(spec: JobSpec) -> None:
+    """Check that `-m NAME` is a module's name, and that its package can be found without importing anything."""
     name = spec.entrypoint
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"-m {name!r}: a module's name looks like pkg.module; without -m it is a script's path")
@@ -109,7 +120,7 @@ def _module(spec: JobSpec) -> None:
 
 
 def _preloaded(spec: JobSpec, environ: Mapping[str, str]) -> None:
-    """Before the modules ahead of it, such as torch, have been imported."""
+    """Check the names of `--preload` before the modules ahead of them, such as torch, have been imported."""
     script = spec.cwd / spec.entrypoint
     first = spec.cwd if spec.mode is Mode.MODULE else script if script.is_dir() else script.resolve().parent
     folders = [str(first), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -169,7 +180,9 @@ def _directory(option: str, path: Path | None, *, read_only: bool = False) -> No
 
 
 def _appendable(option: str, path: Path | None, made: Path | None) -> None:
-    """`made`: a directory that will be created."""
+    """Check that a file can be appended to. `made` is a directory that will be created, so a file
+    in it may be missing.
+    """
     if path is None or (path.parent == made and not made.exists()):
         return
     if path.is_dir():
@@ -181,6 +194,9 @@ def _appendable(option: str, path: Path | None, made: Path | None) -> None:
 
 
 def _tls(tls: Tls) -> None:
+    """Check that the TLS files exist, can be read, and fit together: a key that is not the
+    certificate's is found here.
+    """
     for name, path in (("cacert", tls.ca), ("cert", tls.cert), ("key", tls.key)):
         if path is not None:
             _readable(f"--rdzv-conf {name}", path)
@@ -199,6 +215,7 @@ def _readable(option: str, path: Path) -> None:
 
 
 def _port(what: str, address: str, port: int) -> None:
+    """Check that a port can be bound on the address, or that the address is this machine's where the port is 0."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):

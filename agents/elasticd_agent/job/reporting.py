@@ -17,26 +17,41 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.job.listener import JobEvent, JobLeft, PhaseChanged, StopStarted
+from elasticd_agent.job.listener import JobEvent, JobLeft, PhaseChanged, SparesChanged, StopStarted
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.subject_reporters import HangReporter, JobContext, ProgressReporter, WorkerReporter
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy, Streams
 from elasticd_agent.model.log_events import TimeSplit
-from elasticd_agent.model.messages import RoundPublished, StopForced
-from elasticd_agent.model.notices import FaultDetected, LeadershipChanged, StoreAvailability, WaitingFor
+from elasticd_agent.model.messages import (
+    FaultDetected,
+    LeadershipChanged,
+    RoundPublished,
+    StopForced,
+    StoreAvailability,
+    WaitingFor,
+)
+from elasticd_agent.model.phrases import count, listing, plural
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.rendezvous import restart_budget as budget
-from elasticd_agent.system.network.control_socket import SOCKET_NAME, Verb, open_control
+from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlServer, Verb
 from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log, metrics
 from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole
 from elasticd_agent.telemetry.goodput import follows_fault, lost_nodes
+from elasticd_agent.telemetry.traces import traced
 from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs, is_told_apart
 
 
 @dataclass(slots=True)
 class JobReporter:
+    """The listener of the job loop: rounds and the job's end are reported here, and every other event by its subject's
+    reporter.
+
+    It hears each event before its transition, in the deciding thread. It never waits: the console and the logs write
+    through non-blocking writers that drop lines of a reader that does not read, and count them.
+    """
+
     spec: JobSpec
     policy: Policy
     node: str
@@ -65,7 +80,9 @@ class JobReporter:
         return self._job.goodput.totals_at(time.monotonic())
 
     def restarts_left(self) -> int | None:
-        """Before the job fails, if nothing makes progress; None before the first round. Safe from any thread."""
+        """The restarts before the job fails if nothing makes progress; None before the first round. Safe from any
+        thread.
+        """
         running = self._job.running_round
         if running is None:
             return None
@@ -96,6 +113,8 @@ class JobReporter:
             case Failure():
                 self._failure = event
                 self.console.log(f"round {event.round}: {event.why}", "warning")
+            case SparesChanged():
+                self._spares(event, now)
             case PhaseChanged(name):
                 self.metrics.phase(name)
             case JobLeft():
@@ -106,6 +125,11 @@ class JobReporter:
                 self.hangs.on(event, now)
 
     def _round(self, round: Round, now: float) -> None:
+        """Report a new Round: its members and ranks, its cause, and what it follows.
+
+        A recovery starts with the Round on nodes that have not seen the fault themselves, from the moment at which
+        their ranks made no progress any more. A terminal Round has no group; the end of the job reports it.
+        """
         job = self._job
         job.goodput.on_round(round, now)
         self.metrics.round_info(round.number, round.outcome or round.cause, round.reason, time.time())
@@ -134,7 +158,9 @@ class JobReporter:
         job.round, self._failure = round, None
 
     def _store(self, store: StoreAvailability, now: float) -> None:
-        """An event and a metric; the store client itself logs the sentence."""
+        """Report that the store is gone or back, as an event and a metric; the store client itself
+        logs the sentence.
+        """
         self.metrics.store_available(up=not store.unavailable)
         job, number = self._job, self._job.round_number
         if store.unavailable:
@@ -144,10 +170,30 @@ class JobReporter:
             job.write(events.StoreAvailableEvent(round=number, mono=now, reason=reason, seconds=store.seconds))
 
     def _waiting(self, why: str, more_nodes: bool, now: float) -> None:
+        """Report why no Round can be made now. Only the wait for nodes counts as time without enough nodes."""
         self.console.log(why)
         if more_nodes:
             self._job.goodput.on_waiting(now)
         self._job.write(events.WaitingEvent(round=self._job.round_number, mono=now, reason=why, nodes=more_nodes))
+
+    def _spares(self, spares: SparesChanged, now: float) -> None:
+        """This node, or slots of it, begin to stand by, or their workers have come to their entry."""
+        self.metrics.spares(len(spares.slots))
+        round, node = self._job.round, self.node
+        if round is None or not spares.slots:
+            return
+        job, number = self.spec, len(spares.slots)
+        who, one, has = node, True, count(job.rendezvous.max_nodes, "node")
+        if round.member(node) is not None:
+            who, one = f"{plural(number, 'slot')} {listing(spares.slots)} of {node}", number == 1
+            has = count(job.max_workers, "worker")
+        if spares.at_entry == spares.slots:
+            verb, why = "stands by" if one else "stand by", f"{count(number, 'worker')} at session.run()"
+        elif not spares.at_entry:
+            verb, why = "waits" if one else "wait", f"the job has its {has}"
+        else:
+            return  # the others are about to follow
+        self._waiting(f"{who} {verb} as {'a spare' if one else 'spares'}: {why}", False, now)
 
     def _stop(self, stop: StopStarted) -> None:
         """Report a stop. Where other nodes may continue, this one leaves, within their limit or the checkpoint's."""
@@ -197,7 +243,11 @@ HEALTHY_TURN_S = 30.0
 
 
 class Reporting(contextlib.ExitStack):
-    """Closed in reverse order."""
+    """The sinks of one job's reports, built while the warm launcher imports torch, and closed in reverse order.
+
+    A subclass (the daemon's runner) replaces single sinks: where events go, whether metrics are served, which verbs the
+    control socket knows.
+    """
 
     def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
         super().__init__()
@@ -223,10 +273,13 @@ class Reporting(contextlib.ExitStack):
         self.reporter = JobReporter(spec, policy, node, self.events, self.metrics, console, self.logs.group_ended)
 
     def open_events(self, job: str, node: str) -> event_log.EventSink:
-        """Raises UsageError."""
-        return event_log.open_event_log(self._settings.event_log, job, node)
+        """Open the event log. Raises UsageError for a file that cannot be opened."""
+        return traced(event_log.open_event_log(self._settings.event_log, job, node), job, node, os.environ)
 
     def open_metrics(self, job: str, node: str) -> metrics.Metrics:
+        """Make the metrics. They are counted also where no port serves them, since the summary at
+        the end reads them.
+        """
         if self._settings.metrics_port is None:
             return metrics.Metrics(job, served=False)
         from elasticd_agent.model.version import version
@@ -239,8 +292,10 @@ class Reporting(contextlib.ExitStack):
 
     def serve(self, status: Callable[[], dict[str, Any]], loop: JobLoop, post: Callable[[Message], None]) -> None:
         """Open the control socket, and the metrics port if requested."""
-        verbs = self.verbs(status, post)
-        self.callback(open_control(self._socket, post, self._about, self.reporter.log, verbs).close)
+        try:
+            self.callback(ControlServer(self._socket, post, self._about, verbs=self.verbs(status, post)).close)
+        except OSError as error:  # the job also runs without one
+            self.reporter.log(f"elasticd dump will not reach this agent: {self._socket}: {error.strerror or error}")
         if self._health_port is not None:
             self._serve_health(self._health_port, loop)
         if self._settings.metrics_port is None:
@@ -258,7 +313,10 @@ class Reporting(contextlib.ExitStack):
         self.reporter.log(f"metrics at {server.url}/metrics")
 
     def _serve_health(self, port: str, loop: JobLoop) -> None:
-        """A port that cannot be served is a line in the log and ends no job, as under torchrun."""
+        """Serve torchrun's health check, which its environment variable asks for.
+
+        A port that cannot be served is a line in the log and ends no job, as under torchrun.
+        """
         from elasticd_agent.telemetry.metrics_server import HealthPages, HealthProbeResult, MetricsServer
 
         try:

@@ -1,7 +1,21 @@
 """`elasticd run`: the composition root of one job on one node; the daemon's runners use it, too.
 
+This is the only place that builds the parts of a job and connects them; every part gets what it needs as an argument,
+and tests build the same parts around fakes.
+
 The order matters for the time to the first step: first the checks that can refuse, then the warm launcher, and
-everything else (metrics, logs, terminal) while it imports torch.
+everything else (metrics, logs, terminal) while it imports torch. It matters for the end as well: an ExitStack closes
+the parts in reverse order, whether the job succeeded, failed or was refused halfway.
+- The checkpoint directory is locked first and released last: no second job writes there while a process of this one may
+  still write.
+- The runtime directory exists before the owner starts and is removed after the owner has ended: heartbeats, sockets and
+  the private copy of the code lie there.
+- The owner ends every worker before it ends itself, also when this process is killed (see `workers.launcher.owner`).
+- The membership is left after the loop has ended, so that the record of this node says why it left.
+
+A running job does not read its installation again: `use_private_code` copies elasticd into the runtime directory and
+imports from there. An upgrade of the package, under a job that runs for weeks, then changes neither the launcher that a
+restart starts nor a module that is imported late.
 """
 
 from __future__ import annotations
@@ -15,7 +29,7 @@ import queue
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -27,10 +41,9 @@ from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
 from elasticd_agent.hangs.patience import retransmission_s
 from elasticd_agent.job import checkpoint_directory
-from elasticd_agent.job.join import JobMembership, join_job, listening_address, wait_for_route
+from elasticd_agent.job.join import JobMembership, claim_node_name, join_job, listening_address, wait_for_route
 from elasticd_agent.job.loop import JobLoop, Message, StraySignal
 from elasticd_agent.job.monitor import GroupMonitor
-from elasticd_agent.job.node_name import claim_node_name
 from elasticd_agent.job.slots import Slots
 from elasticd_agent.job.worker_setup import WorkerSetup
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy
@@ -40,6 +53,7 @@ from elasticd_agent.system import installation
 from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.gpus.devices import visible_gpus
 from elasticd_agent.system.processes.process import STRAY_SIGNALS, signal_name, take_signals
+from elasticd_agent.workers.environment import ras_port
 from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
 from elasticd_agent.workers.gpu_memory import GpuGate, open_gpu_memory
 from elasticd_agent.workers.launcher.owner_client import OwnerClient
@@ -79,6 +93,7 @@ def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, context: Run
     """Run the job to its end. Returns the exit code.
 
     Raises UsageError for an obstacle on this machine, StoreUnavailable if there was no way to the store at the start.
+    Whatever is raised, no process of the job is left behind.
     """
     with contextlib.ExitStack() as stack:
         return _run(spec, policy, settings, context or RunContext(), stack)
@@ -94,16 +109,16 @@ def _run(
         if received:
             return 128 + received[0]
     on_disk = stack.enter_context(checkpoint_directory.locked(spec, _log.warning))
-    runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
+    runtime, lock = stack.enter_context(runtime_directory(settings.runtime_dir))
     context.on_runtime_dir(runtime)
     claimed = claim_node_name(spec, stack)
     node = claimed.name
     gpus = spec.devices or visible_gpus(spec.base_environment(os.environ))
 
     def start_owner() -> OwnerClient:
-        return OwnerClient(runtime, inbox.put, context.kept_fds)
+        return OwnerClient(runtime, inbox.put, (*context.kept_fds, lock))
 
-    make_workers = _worker_factory(spec, node, runtime, gpus, inbox, stack)
+    make_workers = _worker_factory(spec, policy, node, runtime, gpus, inbox, stack)
     owner = start_owner()
     copy_error = "" if context.own_code else use_private_code(runtime)  # takes no time: the owner's interpreter starts
     running = [make_workers(owner)]
@@ -128,12 +143,28 @@ def _run(
         renewed=reporting.metrics.lease,
         stack=stack,
     )
-    evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_timeout_s, job=spec.job_id, node=membership.node)
+    evidence = EvidenceCollector(
+        runtime,
+        inbox.put,
+        policy.evidence_timeout_s,
+        job=spec.job_id,
+        node=membership.node,
+        ras=ras_port(spec.base_environment(os.environ)) if gpus else 0,
+    )
     stack.callback(evidence.close)
-    setup = WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=bool(gpus))
+    cpus = _cpus_by_slot(spec, reporting.reporter.log)
+    setup = WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=bool(gpus), cpus=cpus)
     loop = JobLoop(
         node=node,
-        rules=_step_rules(policy, membership, context),
+        rules=StepRules(
+            membership.node,
+            policy.user_error_wait_s,
+            policy.shutdown_timeout_s,
+            membership.incarnation,
+            multi_node=membership.shared,
+            leave_grace_s=context.leave_within_s,
+            leave_on_stop=membership.shared or context.pauses_before_stop,
+        ),
         rendezvous=membership.rendezvous,
         turn_rendezvous=membership.turn,
         address=membership.address,
@@ -145,7 +176,8 @@ def _run(
         listener=reporting.reporter,
         inbox=inbox,
         max_workers=spec.max_workers,
-        slots=Slots(node, range(spec.max_workers), spec.min_workers),
+        slots=Slots(node, range(spec.slots), spec.min_workers, spec.max_workers, spec.rendezvous.max_nodes),
+        spares=spec.spares,
     )
     loops.append(loop)
     membership.start()
@@ -170,8 +202,20 @@ def _preemption_monitor(
     return PreemptionMonitor(services, stop, log)
 
 
+def _cpus_by_slot(spec: JobSpec, log: Callable[[str], None]) -> Mapping[int, tuple[int, ...]]:
+    if spec.numa_binding is None:
+        return {}
+    from elasticd_agent.workers.numa_binding import bind_slots  # few jobs use it
+
+    cpus, sentences = bind_slots(spec.numa_binding, spec.slots, visible_gpus(spec.base_environment(os.environ)))
+    for sentence in sentences:
+        log(sentence)
+    return cpus
+
+
 def _worker_factory(
     spec: JobSpec,
+    policy: Policy,
     node: str,
     runtime: Path,
     gpus: Sequence[str],
@@ -186,32 +230,25 @@ def _worker_factory(
         inherited = {**inherited, FILE_VARIABLE: str(timer_file)}
     base_env = worker_base_environment(inherited, spec.max_workers)
     preload = preload_for(spec)
-    slot_gpus = spec.devices or (gpus if len(gpus) == spec.max_workers else ())
+    slot_gpus = spec.devices or (gpus if len(gpus) == spec.slots else ())
     memory = open_gpu_memory(gpus, inbox.put, _log.warning)
     stack.callback(memory.close)
 
     def make(owner: OwnerClient) -> WorkerManager:
         host, wait = listening_address(spec), GpuGate(memory, slot_gpus)
-        return WorkerManager(spec, node, base_env, preload, owner, host, wait)
+        return WorkerManager(spec, node, base_env, preload, owner, host, wait, policy.startup_ceiling_s)
 
     return make
-
-
-def _step_rules(policy: Policy, membership: JobMembership, context: RunContext) -> StepRules:
-    return StepRules(
-        membership.node,
-        policy.user_error_wait_s,
-        policy.shutdown_timeout_s,
-        membership.incarnation,
-        multi_node=membership.shared,
-        leave_grace_s=context.leave_within_s,
-        leave_on_stop=membership.shared or context.pauses_before_stop,
-    )
 
 
 def _group_monitor(
     spec: JobSpec, policy: Policy, membership: JobMembership, evidence: EvidenceCollector, reporting: Reporting
 ) -> GroupMonitor:
+    """Build the monitor of this node's groups with its hang detector.
+
+    A job on one node reports every look of its detector; with several nodes the leader asks for reports once it
+    suspects a hang.
+    """
     member, reporter, shared = membership.rendezvous, reporting.reporter, membership.shared
     detector = HangDetector(
         membership.node,
@@ -246,14 +283,15 @@ def _reporting(
     return Reporting(spec, policy, settings, node, runtime)
 
 
-def script_for(spec: JobSpec) -> Path | None:
-    return None if spec.mode is Mode.EXEC else script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd)
-
-
 def preload_for(spec: JobSpec) -> Preload:
+    """Plan what the warm launcher imports before it forks: torch, what the script imports by name, `--preload`, and the
+    package of the checkpoint's object store.
+
+    A program that is no Python has nothing to keep warm and is started cold.
+    """
     if spec.mode is Mode.EXEC:
         return Preload(cold="--no-python: there is no interpreter to keep warm")
-    script = script_for(spec)
+    script = script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd)
     listed = spec.base_environment(os.environ).get("PYTHONPATH", "").split(os.pathsep)
     first = spec.cwd if spec.mode is Mode.MODULE or script is None else script.resolve().parent
     plan = plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))
@@ -262,6 +300,9 @@ def preload_for(spec: JobSpec) -> Preload:
 
 
 def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:
+    """The state of the job as a dict of JSON values: what `elasticd status`, the metrics port and the daemon show. Safe
+    from any thread.
+    """
     round, seen = loop.round, loop.observation
     return {
         "job": spec.job_id,
@@ -271,6 +312,7 @@ def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:
         "restarts": round.restarts if round is not None else 0,
         "reason": round.reason if round is not None else "",
         "members": [{"node": m.node, "slots": list(m.slots)} for m in round.members] if round is not None else [],
+        "spares": [{"node": loop.node, "slots": list(loop.spares.slots)}] if loop.spares.slots else [],
         "quarantined_slots": [{"node": b.node, "slot": b.slot, "times": b.times} for b in round.quarantined_slots]
         if round
         else [],
@@ -322,8 +364,12 @@ def handled_signals(
 
 
 @contextlib.contextmanager
-def runtime_directory(parent: Path | None) -> Iterator[Path]:
-    """A private directory in memory, for heartbeats; directories of killed agents are removed, too."""
+def runtime_directory(parent: Path | None) -> Iterator[tuple[Path, int]]:
+    """Make a private directory in memory for heartbeats and sockets, and remove it at the end.
+
+    Directories that killed agents have left are removed first. Yields a file descriptor, too, which agent and owner
+    hold for as long as they live: it has a lock, and a directory whose lock is free belongs to no process.
+    """
     if parent is not None:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
@@ -334,14 +380,15 @@ def runtime_directory(parent: Path | None) -> Iterator[Path]:
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield path
+        yield path, lock
     finally:
         remove_tree(path)
         os.close(lock)
 
 
 def remove_stale(base: Path) -> None:
-    """A pid that is free here may be in use in another container that shares this memory: the lock decides.
+    """The lock decides, and not the pid: containers that share this memory may have the same, and one that is started
+    again has it again.
 
     All users may write there: what is not this user's own is left alone, and nothing there ends the job.
     """
@@ -349,8 +396,7 @@ def remove_stale(base: Path) -> None:
         names = [entry.name for entry in itertools.islice(entries, _MAX_ENTRIES)]
     for name in names:
         path, (_, _, pid, *_) = base / name, (*name.split("-"), "", "")
-        is_of_agent = name.startswith(f"elasticd-{os.getuid()}-") and pid.isdecimal()
-        if is_of_agent and not Path(f"/proc/{pid}").exists() and _is_abandoned(path):
+        if name.startswith(f"elasticd-{os.getuid()}-") and pid.isdecimal() and _is_abandoned(path):
             remove_tree(path)
             if os.path.lexists(path):
                 _log.warning("%s, which a killed agent has left, cannot be removed; it takes memory", path)

@@ -5,27 +5,44 @@ node with fewer usable slots than its job's minimum announces none.
 
 Where workers keep their process from one round to the next, a slot whose worker has died **starts**: a new process runs
 the script up to its entry. The next Round does without the slot where it can, and takes it back when that process is
-there. A process that does not come so far shows that none will: from then on new processes start with their round.
+there. Where TRIES processes in a row end before, none will come so far: from then on new processes start with their
+round. Where they hang, the job would hang with them: the slot is left out, unless a Round needs it.
+
+Three states of a slot that is not simply usable, and who ends them: *stuck*, by the kernel, when the process is gone at
+last; *starting*, by its new process at its entry, or by the Round that needs the slot sooner; *given up*, by a Round
+that has no other slot left.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from elasticd_agent.model.records import Round
-from elasticd_agent.workers.events import ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import NewcomerEnded, ProcessReaped, ProcessUnkillable
+
+TRIES = 3
+"""Processes in a row that may fail before their entry."""
 
 
 class Slots:
     """One job's. With fewer than `min_workers` usable slots this node does not take part."""
 
-    def __init__(self, node: str, slots: Sequence[int], min_workers: int) -> None:
+    def __init__(
+        self, node: str, slots: Sequence[int], min_workers: int, max_workers: int | None = None, max_nodes: int = 1
+    ) -> None:
         self._node = node
+        self._max_workers = len(slots) if max_workers is None else max_workers
+        self._max_nodes = max_nodes
         self._all = tuple(slots)
         self._min_workers = min_workers
         self._unkillable: dict[int, ProcessUnkillable] = {}
         self._waiting: Round | None = None
         self._starting: set[int] = set()
+        self._failed: Counter[int] = Counter()
+        """Processes in a row that did not come to their entry, by slot."""
+        self._given_up: set[int] = set()
+        """Slots for which no more processes are started ahead."""
         self._starts_with_round = False
 
     def handle(self, news: ProcessUnkillable | ProcessReaped) -> str | None:
@@ -62,6 +79,18 @@ class Slots:
     def starting(self) -> tuple[int, ...]:
         return tuple(sorted(self._starting.intersection(self._all)))
 
+    @property
+    def to_start(self) -> set[int]:
+        """Those of the starting slots for which a process is to be started ahead."""
+        return set(self.starting) - self._given_up
+
+    def spare(self, round: Round) -> tuple[int, ...]:
+        """The usable slots here that `round` leaves out although none may come in: it has all that the job asks for."""
+        member = round.member(self._node)
+        used = () if member is None else member.slots
+        room = self._max_nodes - len(round.members) if member is None else self._max_workers - len(used)
+        return () if room > 0 or round.terminal else tuple(slot for slot in self.usable if slot not in used)
+
     def starts(self, slots: Collection[int]) -> None:
         """The workers on these slots have died, and others keep their process."""
         if not self._starts_with_round:
@@ -70,13 +99,26 @@ class Slots:
     def ready(self, slots: Collection[int]) -> None:
         """The process of each is at its entry, or starts with its round."""
         self._starting.difference_update(slots)
+        self._given_up.difference_update(slots)
+        for slot in slots:
+            del self._failed[slot]
 
-    def start_with_round(self, slot: int | None, why: str) -> str:
+    def failed(self, ended: NewcomerEnded) -> str:
+        """A slot's process has not come to its entry: another one starts, unless it would fail as well."""
+        slot, who = ended.slot, f"the new process of slot {ended.slot} {ended.why}"
+        self._failed[slot] += 1
+        if self._failed[slot] < TRIES and not ended.is_refused:
+            return f"{who}: another one starts ({self._failed[slot] + 1} of {TRIES})"
+        if not ended.is_late:
+            return self.start_with_round(who)
+        self._given_up.add(slot)
+        return f"{who}, as {TRIES - 1} before it: the job continues without the slot"
+
+    def start_with_round(self, why: str) -> str:
         """No process of this job will come to its entry ahead of its round."""
         self._starting.clear()
         self._starts_with_round = True
-        whose = f"the new process of slot {slot} {why} before session.run" if slot is not None else why
-        return f"{whose}: from now on new processes start together with their round, and the other ranks wait for them"
+        return f"{why}: from now on new processes start together with their round, and the other ranks wait for them"
 
     def blocks(self, round: Round) -> bool:
         """True if this node's group of `round` cannot start yet; the round is remembered until it can."""

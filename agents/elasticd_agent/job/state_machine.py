@@ -3,6 +3,20 @@
 Every transition is in this module, can be replayed, and is checked against TRANSITIONS. Membership is `plan`'s
 decision. An event that is stale, repeated or about another round changes nothing: an event of a group counts only in
 that group's round.
+
+Three rules keep an agent safe in any order of events.
+- One group at a time. Running is left for Stopping only by an action that ends the group, and Stopping is left by
+  GroupEnded. So the group of the next Round is started when no process of the last one can still train (dead, or parked
+  at its entry).
+- Every wait has a deadline: Settling and Flushing have their own, a stop has the user's grace period, and GroupEnded
+  follows every kill, since the owner answers with it or its loss does.
+- The reason goes with the action. Each KillGroup, StopGroup, Failure and Leave carries the sentence that the log, the
+  Round and the person will see.
+
+Which failure is reported is decided in Settling. In a collective, one dying rank makes all others raise within
+milliseconds, and their exits may be reaped first. An exit that may be secondary (a lost peer) therefore waits for one
+that names the cause; ranks that fail with the same error before the first step are one shared failure of the script,
+which no restart would mend.
 """
 
 from __future__ import annotations
@@ -19,7 +33,7 @@ from elasticd_agent.job.exit_cause import (
     repeat_key,
     shared_error,
 )
-from elasticd_agent.model.exit_codes import REQUEUE
+from elasticd_agent.model.job import REQUEUE
 from elasticd_agent.model.messages import (
     Action,
     Ended,
@@ -122,6 +136,7 @@ def _step(phase: Phase, event: Event, rules: StepRules) -> Transition:
 
 
 def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
+    """The agent has no group and waits for a Round above `phase.past`."""
     match event:
         case RoundPublished(r) if r.number > phase.past and r.terminal:
             return _leave_by(r)
@@ -145,6 +160,7 @@ def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
 
 
 def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
+    """The group trains. It ends by itself (exits, its store, a lost owner), by a newer Round, or by a stop."""
     round_ = phase.round
     match event:
         case RoundPublished(r) if r.number > round_.number:
@@ -212,6 +228,7 @@ def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Tran
 
 
 def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
+    """Workers have failed; the root cause, or the same error of all others, may still come."""
     round_, first = phase.round, next(e for e in phase.exits if not e.status.ok)
     match event:
         case RoundPublished(r) if r.number > round_.number:
@@ -259,6 +276,7 @@ def _await_root_cause(phase: Settling, rules: StepRules, actions: list[Action]) 
 
 
 def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
+    """The group is being ended. What follows is known already (`then`, `stop`), or is decided by the next Round."""
     match event:
         case RoundPublished(r) if r.number > (phase.then or phase.round).number:
             if phase.stop is not None and not r.terminal:
@@ -277,6 +295,7 @@ def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
 
 
 def _after_group_ended(phase: Stopping, rules: StepRules) -> Transition:
+    """The group is gone: enter the Round that is known already, leave after a stop, or wait for the next Round."""
     if phase.then is not None:
         return _leave_by(phase.then) if phase.then.terminal else _enter(phase.then, rules)
     if phase.stop is not None:
@@ -285,6 +304,7 @@ def _after_group_ended(phase: Stopping, rules: StepRules) -> Transition:
 
 
 def _enter(r: Round, rules: StepRules) -> Transition:
+    """Start the group of the Round, if this incarnation of this node is in it."""
     member = r.member(rules.node)
     if member is None or rules.incarnation not in (None, member.incarnation):
         return Joining(r.number), []  # not our round, or that of an earlier agent on this node
@@ -301,6 +321,7 @@ def _leave(round: int, exit_code: int, why: str, *, failed: bool = False) -> Tra
 
 
 def _flushing(phase: Flushing, event: Event) -> Transition:
+    """The job is over for this node; the newest state in memory is written to the disk before it leaves."""
     match event:
         case FlushStarted(size, at):
             wait_s = LAST_WRITE_S + size * LAST_WRITE_S_PER_BYTE if phase.failed else LAST_WRITE_OF_STOP_S
@@ -334,6 +355,7 @@ def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | No
 
 
 def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) -> Transition:
+    """End the group for a stop: with the grace period for the first signal, at once for the second."""
     if isinstance(event, StopForced):
         stop = PendingStop(event.signal, event.exit_code, event.at)
         return Stopping(round_, stop=stop), [
@@ -347,7 +369,10 @@ def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) ->
 
 
 def _crash(round_: Round, exit: WorkerExited, rules: StepRules, ended: tuple[WorkerExited, ...] = ()) -> Transition:
-    """`ended`: the other exits; a rank that exited with code 0 may be the lost peer."""
+    """A worker failed on its own, or lost a peer whose own exit names no cause.
+
+    `ended` are the other exits; a rank that exited with code 0 may be the lost peer.
+    """
     if is_secondary(exit):
         ranks = sorted(e.rank for e in ended if e.status.ok)
         left = (

@@ -1,4 +1,16 @@
-"""Reports by subject: this node's workers, their progress, and hangs."""
+"""Reports by subject: this node's workers, their progress, and hangs.
+
+Each reporter handles the events of its subject, and has three outlets for each of them: a line in the event log (for
+machines, with the seconds that the time was spent on), a sentence on the console (for the person at the terminal), and
+numbers for the metrics. A subject's three outlets lie side by side in one method, so they cannot tell three different
+stories.
+
+The reporters share a `JobContext`: the newest Round, the last observation and the trackers of time. Only the deciding
+thread changes it.
+
+The time from a fault to the next step is measured by the node that saw the fault. Other nodes hear of it later and
+would report a shorter time; a Round names its measuring node, and only this one writes `recovery_seconds`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +24,7 @@ from elasticd_agent.job.listener import GroupEnding, JobEvent, SlotChanged
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.log_events import LogEvent
-from elasticd_agent.model.messages import FirstStep, GroupEnded, PeerLost, StoreExited, WorkerExited
-from elasticd_agent.model.notices import StragglersFound
+from elasticd_agent.model.messages import FirstStep, GroupEnded, PeerLost, StoreExited, StragglersFound, WorkerExited
 from elasticd_agent.model.phrases import count
 from elasticd_agent.model.records import Round
 from elasticd_agent.model.reports import HangVerdict
@@ -27,6 +38,8 @@ from elasticd_agent.workers.launcher.messages import STORE_RANK
 
 @dataclass(slots=True)
 class JobContext:
+    """The common ground of a job's reporters: its settings, its sinks, and the facts of the running round."""
+
     spec: JobSpec
     policy: Policy
     node: str
@@ -48,7 +61,11 @@ class JobContext:
         return self.round.number if self.round is not None else 0
 
     def write(self, event: LogEvent) -> None:
-        """Write the event, with what became of this node's time until then."""
+        """Write the event to the log, with the split of this node's time until then.
+
+        Every line thus carries the totals of goodput, restarts and waiting: the last line of a log that was cut off is
+        enough to know how the time was spent.
+        """
         self.events.write(replace(event, spent=self.goodput.recorded_at(event.mono)))
 
     def max_workers(self, round: Round) -> int:
@@ -58,6 +75,13 @@ class JobContext:
 
 @dataclass(slots=True)
 class WorkerReporter:
+    """The life of this node's groups: the launcher, starts, exits, first steps and ends.
+
+    A fault begins with its first sign, whichever comes first: the exit of a worker that nobody asked for, a lost peer,
+    the exit of the workers' store, or the end of a group whose workers have left no exit status. `recovery` and
+    `goodput` keep the first one and ignore the others.
+    """
+
     job: JobContext
     on_group_ended: Callable[[int], None]
     launcher_known: bool = False  #: it is known how workers start: before that, the first group waits for imports
@@ -109,6 +133,7 @@ class WorkerReporter:
         self.job.console.starting("")
 
     def _started(self, started: GroupStarted, now: float) -> None:
+        """Report the start of a group: how many of its workers are new, and how many have kept their process."""
         job = self.job
         assert job.round is not None
         self._pids = {STORE_RANK: started.store_pid, **dict(enumerate(started.pids))}
@@ -128,6 +153,7 @@ class WorkerReporter:
         )  # fmt: skip
 
     def _worker_exited(self, exit: WorkerExited) -> None:
+        """Report one exit. One that the agent requested is no fault, whatever its status."""
         job, status = self.job, exit.status
         requested = exit.number in self._end_requested
         if status.ok:
@@ -162,6 +188,11 @@ class WorkerReporter:
         )  # fmt: skip
 
     def _first_step(self, number: int, at: float) -> None:
+        """Report the first step of a round, which ends a recovery.
+
+        The rank that made it first is named, as is the time since the group's start and, on the measuring node, since
+        the fault. The parts of a recovery (detect, agree, stop, start) go to the metrics as a histogram each.
+        """
         job = self.job
         assert job.round is not None
         recovery_s, parts = job.recovery.finish(at) or (None, {})
@@ -190,6 +221,9 @@ class WorkerReporter:
         return f", {count(self._kept, 'worker')} here kept the process" if self._kept else ""
 
     def _ended(self, number: int, now: float, kept: int) -> None:
+        """Report the end of a group, and name the processes that survive SIGKILL: they sleep in the kernel, and keep
+        their slot.
+        """
         job = self.job
         if any(local_rank != STORE_RANK for local_rank in self._pids):
             self._fault(number, now)  # workers without an exit status: their owner was killed
@@ -206,6 +240,7 @@ class WorkerReporter:
         self._pids.clear()
 
     def _slot_changed(self, cause: ProcessUnkillable | ProcessReaped, sentence: str, now: float) -> None:
+        """Report a slot that is lost to an unkillable process, or that has come back since it was reaped at last."""
         job = self.job
         if isinstance(cause, ProcessReaped):
             self._unkillable.pop(cause.pid, None)
@@ -229,11 +264,19 @@ class WorkerReporter:
 
 @dataclass(slots=True)
 class ProgressReporter:
+    """The progress of this node's workers: steps, rates, checkpoints, and the work that a fault has cost.
+
+    A rank reports a step in its heartbeat, and checkpoints as worker events. Both are read by an observation several
+    times a second; the metrics are only changed by an observation that has seen a new step, so an idle job costs
+    nothing here.
+    """
+
     job: JobContext
     saved: tuple[int, int] | None = None  #: the newest checkpoint that a worker of this node has saved: round, step
     _saved_at: float | None = None
     _checkpoint_step: int = -1
     _warned_of_stops: bool = False
+    _said: set[str] = field(default_factory=set)  #: the keys of sentences about the script
     _rate: StepRate = field(default_factory=StepRate)
 
     def on(self, event: JobEvent, now: float) -> None:
@@ -244,6 +287,11 @@ class ProgressReporter:
                 self._rate.reset()
 
     def _observation(self, seen: Observation, now: float) -> None:
+        """Report an observation: recovered work, worker events, steps and their rate.
+
+        Work recovers before the worker events are read. A pause begins after the step at which it is reported, and its
+        time would otherwise count as lost.
+        """
         job = self.job
         self._work_recovered(seen)  # before the worker events: a pause begins after the step at which it is reported
         for event in seen.worker_events:
@@ -268,6 +316,9 @@ class ProgressReporter:
         )  # fmt: skip
 
     def _work_recovered(self, seen: Observation) -> None:
+        """Write the event of a round that has caught up with the highest step of all rounds, with the seconds that the
+        fault cost.
+        """
         goodput = self.job.goodput
         cost_s = goodput.on_observation(seen)
         if cost_s is not None and seen.progress_at is not None:
@@ -280,6 +331,11 @@ class ProgressReporter:
             )
 
     def _worker_event(self, reported: WorkerEvent) -> None:
+        """Report one line that a worker's library has written: a save, a restore, a warning, the end of a pause.
+
+        Kinds that come with every step or every save are quiet on the console; kinds that say that work may be lost are
+        warnings.
+        """
         job = self.job
         if reported.kind == "attached" and isinstance(seconds := reported.extra.get("every_seconds"), (int, float)):
             job.metrics.checkpoint_interval(float(seconds))
@@ -308,6 +364,10 @@ class ProgressReporter:
                 job.metrics.checkpoint_dropped()
             case events.CheckpointSkippedEvent():
                 job.metrics.checkpoint_skipped()
+        if once := str(reported.extra.get("once", "")):
+            if once in self._said:
+                return
+            self._said.add(once)
         if reported.kind not in events.QUIET_KINDS:
             job.console.log(reported.reason, "warning" if reported.kind in events.WARNING_KINDS else "info")
 
@@ -323,6 +383,12 @@ class ProgressReporter:
 
 @dataclass(slots=True)
 class HangReporter:
+    """Suspicions of a hang, verdicts, and ranks that are slow.
+
+    A suspicion is written to the event log only. Most end by themselves, since a slow disk or a long evaluation looks
+    like a hang for some seconds, and a line on the console for each would teach people to ignore them.
+    """
+
     job: JobContext
     _suspected_at: float | None = None
     _stragglers: set[int] = field(default_factory=set)
@@ -350,6 +416,11 @@ class HangReporter:
         self.job.write(events.HangClearedEvent(round=number, mono=time.monotonic(), reason=reason, seconds=seconds))
 
     def _hang(self, verdict: HangVerdict, now: float) -> None:
+        """Report a verdict: its cause, the ranks to blame and whether the group restarts.
+
+        The recovery began when progress ended, `hung_s` ago, and not with the verdict: the time until a hang is found
+        is part of what it costs.
+        """
         job, culprits = self.job, verdict.culprits
         job.metrics.hang_detected(verdict.cause, verdict.hung_s, culprits[0][0] if culprits else "")
         job.goodput.on_fault(verdict.round, now, ends=verdict.restarts)

@@ -1,12 +1,16 @@
 """The files and the environment of one group's workers, new for every round in the agent's runtime directory.
 
+A worker finds everything by its environment: rank and size as under torchrun, and paths of this round's files
+(heartbeat, worker events, error file, stacks, flight recorder). A file belongs to one rank of one round. A process that
+outlives its round, since it sleeps in the kernel, can thus never write into the heartbeat of its successor.
+
 Files of older rounds are removed, except the last one's, which may still be read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +36,8 @@ from elasticd_agent.workers.logs import JobLogs
 
 
 class WorkerSetup:
+    """Prepares the workers of each round on this node."""
+
     def __init__(
         self,
         spec: JobSpec,
@@ -41,17 +47,25 @@ class WorkerSetup:
         logs: JobLogs,
         *,
         gpus: bool,
+        cpus: Mapping[int, tuple[int, ...]],
     ) -> None:
+        """`cpus`: those that the worker on a slot is bound to; a slot without any is not bound."""
         self._spec = spec
         self._policy = policy
         self._node = node
         self._runtime = runtime
         self._logs = logs
         self._gpus = gpus
+        self._cpus = cpus
         self._torch = installed_version("torch", spec.python, spec.base_environment(os.environ)) if gpus else None
 
     def prepare(self, round: Round, address: str) -> GroupSetup:
-        """The workers of `round` on this node. `address`: this machine's for other nodes."""
+        """Make the files of `round` and return its workers on this node, with their observer and the targets of
+        evidence.
+
+        `address` is this machine's for workers on other nodes. Raises OSError where the runtime or the log directory
+        cannot be written; the start of the group fails then, with that sentence.
+        """
         directory = self._runtime / f"round-{round.number}"
         directory.mkdir(mode=0o700)
         # By the existing directories, since this node is not in every round.
@@ -76,26 +90,26 @@ class WorkerSetup:
 
     def prepare_ahead(self, round: Round, slots: Sequence[int], address: str) -> dict[int, WorkerSpec]:
         """Workers on these slots that run the script up to its entry, ahead of a round that has them beside those of
-        `round`. Their ranks follow those of `round`; they have no store, and save nothing.
+        `round`, or, where that is full, in the place of its last ones. They have no store, and save nothing.
         """
         member = round.member(self._node)
-        every = tuple(sorted({*slots, *(member.slots if member is not None else ())}))
+        used = () if member is None else tuple(slot for slot in member.slots if slot not in slots)
+        every = tuple(sorted((*slots, *used[: max(0, self._spec.max_workers - len(slots))])))
         here = replace(member, slots=every) if member is not None else Member(self._node, "", every)
         others = tuple(m for m in round.members if m.node != self._node)
-        larger = replace(round, members=(*others, here))
+        next_round = replace(round, members=(*others[: self._spec.rendezvous.max_nodes - 1], here))
         directory = self._runtime / f"ahead-{round.number}"
         directory.mkdir(mode=0o700, exist_ok=True)
         older = sorted(int(path.name[6:]) for path in self._runtime.glob("ahead-*") if path != directory)
         for number in older[:-1]:
             remove_tree(self._runtime / f"ahead-{number}")
         workers = {}
-        for rank, slot in enumerate(slots, round.world_size):
-            worker, _ = self._worker(larger, every.index(slot), rank, directory, address)
-            provisional = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(round.world_size + len(slots)),
-                "ELASTICD_NEWCOMER": "1",
-            }
+        for at, slot in enumerate(slots):
+            number = round.world_size + slot  # of its files; it is no rank of `round`
+            (directory / f"heartbeat-{number}").unlink(missing_ok=True)  # of an earlier process of this slot
+            worker, _ = self._worker(next_round, every.index(slot), number, directory, address)
+            rank = next_round.world_size - len(slots) + at
+            provisional = {"RANK": str(rank), "ELASTICD_NEWCOMER": "1"}
             env = {name: value for name, value in worker.env.items() if name not in ("MASTER_ADDR", "ELASTICD_WRITER")}
             workers[slot] = replace(worker, env=env | provisional)
         return workers
@@ -103,6 +117,11 @@ class WorkerSetup:
     def _worker(
         self, round: Round, local_rank: int, rank: int, directory: Path, address: str
     ) -> tuple[WorkerSpec, EvidenceTarget]:
+        """Make the files and the environment of one worker, and say where evidence about it can be found.
+
+        What the user has set himself wins over a default of elasticd, except where elasticd could not work: rank, size,
+        the store's address, and the files of the round.
+        """
         spec, max_restarts = self._spec, self._policy.max_restarts
         if max_restarts is None:
             max_restarts = self._policy.max_restarts_per_hour
@@ -137,4 +156,5 @@ class WorkerSetup:
             dump=dump,
         )
         env |= {"ELASTICD_STACKS": str(target.stacks), "ELASTICD_FLIGHT": str(target.flight)}
-        return WorkerSpec(env, files.stdout, files.stderr, paths.heartbeat), target
+        cpus = self._cpus.get(member.slots[local_rank], ())
+        return WorkerSpec(env, files.stdout, files.stderr, paths.heartbeat, cpus), target

@@ -2,6 +2,13 @@
 
 Everything a person can choose is in three frozen values, checked when they are made: a contradiction is one sentence at
 the start instead of a surprise at the first failure.
+
+A time that only makes sense relative to another one is checked against it (`_TIMES_THAT_FIT`), and the sentence does
+the arithmetic: which sum it must exceed, by how much to raise it. All defaults fit together; a test derives the table
+of docs/jobs.md from them.
+
+The values do not change while a job runs, and nothing here reads the machine: whether a script exists or a port is free
+is `preflight`'s question. The exit codes are what the program that started a job acts on.
 """
 
 from __future__ import annotations
@@ -16,6 +23,14 @@ from typing import Literal
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.records import MAX_NAME_BYTES
+
+REQUEUE = 75
+"""EX_TEMPFAIL of sysexits.h: the job itself is fine, a scheduler should start it again."""
+INTERRUPTED = 128 + 2
+"""Ended by SIGINT, as a shell reports it."""
+TERMINATED = 128 + 15
+"""Ended by SIGTERM, as a shell reports it: the job was cancelled, or its nodes were stopped."""
+
 
 EVIDENCE_S = 3.0
 """The most time that taking the evidence of a hang may cost."""
@@ -107,9 +122,11 @@ class JobSpec:
     role: str = "default"
     min_workers: int = 1
     max_workers: int = 1
+    spares: int = 0  #: nodes beyond the most that stand by; of a job on one node, slots
     devices: tuple[str, ...] = ()  #: a GPU for each slot, as in CUDA_VISIBLE_DEVICES; empty: not one GPU per worker
     checkpoint_dir: Path | None = None
     preload: tuple[str, ...] = ()
+    integrate: bool = False  #: frameworks get their callback without a line in the script
     log_dir: Path | None = None  #: /dev/null: no log files are kept
     redirects: Mapping[int, Streams] = field(default_factory=dict)  #: by local rank; a rank without an entry has none
     tee: Mapping[int, Streams] = field(default_factory=dict)  #: the same
@@ -119,11 +136,13 @@ class JobSpec:
     master_addr: str = "localhost"
     master_port: int | None = None
     virtual_local_rank: bool = False
+    numa_binding: str | None = None  #: node, socket, exclusive or core-complex
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     rendezvous: Rendezvous = Rendezvous()
     environment: Mapping[str, str] | None = field(default=None, repr=False)  #: workers inherit it; None: the agent's
 
     def __post_init__(self) -> None:
+        """Raise UsageError for numbers, names and ranks that contradict each other."""
         if self.min_workers < 1:
             raise UsageError(f"a job needs at least 1 worker, not {self.min_workers}")
         if self.min_workers > self.max_workers:
@@ -131,6 +150,8 @@ class JobSpec:
                 f"at least {self.min_workers} workers but at most {self.max_workers} is impossible; "
                 f"write {self.max_workers}:{self.min_workers}"
             )
+        if self.spares < 0:
+            raise UsageError(f"--spares {self.spares}: it is a number of spares, 0 or more")
         check_identifier("job id", self.job_id)
         check_identifier("run token", self.run)
         for name, streams in (("redirects", self.redirects), ("tee", self.tee)):
@@ -141,6 +162,11 @@ class JobSpec:
             _check_port("the workers' store", self.master_port, lowest=1)
         for name in self.signals:
             _check_catchable(name)
+
+    @property
+    def slots(self) -> int:
+        """The number of this node's slots: one for each worker, and the spare ones of a job on one node."""
+        return self.max_workers + (self.spares if self.rendezvous.max_nodes == 1 else 0)
 
     def base_environment(self, own: Mapping[str, str]) -> Mapping[str, str]:
         """The environment of the job's processes before anything is added; `own` is the agent's."""
@@ -193,6 +219,7 @@ class Policy:
     store_away_s: float = 300.0  #: how long a job continues while the store is unavailable
 
     def __post_init__(self) -> None:
+        """Raise UsageError for a rule that cannot be followed, or that another one makes meaningless."""
         if self.max_restarts is not None and self.max_restarts < 0:
             raise UsageError(f"max_restarts {self.max_restarts}: restarts cannot be negative; 0 means none")
         for name, least in (("max_restarts_per_hour", 1), ("no_progress_limit", 1), ("slot_strikes", 1)):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from elasticd import bounded_json
 from elasticd.errors import WireError
-from elasticd_agent.model.codec import Document
+from elasticd_agent.model.codec import Document, Parser
 
 D = TypeVar("D", bound=Document)
 
@@ -25,12 +25,12 @@ def encode_record(record: Document) -> bytes:
     return zlib.compress(text) if record.COMPRESSED and len(text) >= COMPRESSED_FROM else text
 
 
-def decode_record(kind: type[D], key: str, value: bytes) -> D:
-    """The record under `key`. Raises WireError: a whole sentence with the key."""
+def decode_record(kind: type[D], key: str, value: bytes, parse: Parser | None = None) -> D:
+    """The record under `key`; `parse` as for `from_json`. Raises WireError: a whole sentence with the key."""
     try:
         # Of the other kinds nobody compresses one: a list of small ones could stand for gigabytes.
         is_compressed = kind.COMPRESSED and not value.startswith(b"{")
-        record = kind.from_json(_decompressed(value, kind.MAX_BYTES) if is_compressed else value)
+        record = kind.from_json(_decompressed(value, kind.MAX_BYTES) if is_compressed else value, parse)
         if kind.NAMED_BY and (name := getattr(record, kind.NAMED_BY)) != key.rpartition("/")[2]:
             raise WireError(f"it is of another {kind.NAMED_BY}, {name!r}")
     except WireError as error:

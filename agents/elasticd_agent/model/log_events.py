@@ -478,4 +478,6 @@ def decode(line: Mapping[str, Any]) -> LogLine | None:
 
 def _printable(value: object) -> object:
     """Texts without the halves of surrogate pairs that stand for bytes which are not UTF-8."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    if not isinstance(value, str) or value.isascii():
+        return value
+    return value.encode("utf-8", "replace").decode()

@@ -2,6 +2,10 @@
 
 Closed unions of frozen dataclasses, so that the state machine is pure and a story can be written down and replayed.
 Events are in the past tense, actions are imperatives. Every `at` is in seconds of the agent's own monotonic clock.
+
+An event names the round that it is about, so that one which arrives late is recognised; an action that ends a group
+carries the sentence for it. Nothing here has behaviour beyond words and sums: a new event is a class here, a case in
+the state machine, and a line in its tests.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 
 from elasticd.heartbeat.exit_report import ExitReport
 from elasticd_agent.model.records import Failure, Round
+from elasticd_agent.model.reports import HangVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,3 +373,117 @@ class Leave:
 
 
 Action = StartGroup | KillGroup | StopGroup | ReportFailure | ReportDone | ReportLeaving | SetTimer | Flush | Leave
+
+
+# ---- notices of the rendezvous to the deciding loop, beside Events: facts that the state machine does not need
+
+
+@dataclass(frozen=True, slots=True)
+class MasterKnown:
+    """The workers' store of round `number` listens at this address."""
+
+    number: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """The leader requests that round `number` pauses at a checkpoint (`on`), or withdraws the request.
+
+    `all_stay`: no node leaves, so ranks that keep their process can hold the state in place of a checkpoint.
+    """
+
+    number: int
+    on: bool
+    all_stay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AheadRequested:
+    """The leader requests that this node, which is not in round `number`, starts its workers ahead of the next one."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class HangReportRequested:
+    """The leader requests every node's hang report of round `number` (`on`), or withdraws the request."""
+
+    number: int
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StragglersFound:
+    """The ranks of round `number` that the others wait for."""
+
+    number: int
+    ranks: tuple[tuple[int, float], ...]  #: (rank, how many times as long as the others' its own work takes)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderNotice:
+    """Base of what only the leader's agent knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeadershipChanged(LeaderNotice):
+    """This agent leads the job from now on (`on`), or does not any more."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FaultDetected(LeaderNotice):
+    """A fault has broken round `number`."""
+
+    number: int
+    cause: str  #: in one word
+    culprit: str  #: the node at fault, "" where no single one is
+    reported_at: float | None = None
+    """When the leader read the failure that its node reports at once; None: lost or hung nodes report none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAvailability:
+    """The store became unavailable, or available again after `seconds`."""
+
+    unavailable: bool
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingFor(LeaderNotice):
+    """The job waits for something, usually while nothing runs."""
+
+    why: str
+    more_nodes: bool  #: it waits for more nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """This agent cannot take part in this job; `why` names the remedy."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Another agent has probed this one, as it does at any sign of trouble."""
+
+
+Notice = (
+    Event
+    | Probed
+    | MasterKnown
+    | PauseRequested
+    | AheadRequested
+    | HangReportRequested
+    | HangVerdict
+    | StragglersFound
+    | StoreAvailability
+    | LeaderNotice
+    | Rejected
+)

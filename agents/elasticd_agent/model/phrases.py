@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 
 MAX_ITEMS = 6
 """A list of more names hides what the sentence says."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def plural(number: int, noun: str) -> str:
@@ -24,6 +26,16 @@ def shortened(text: str, most: int) -> str:
         return text
     words = text[:most].rpartition(" ")[0].rstrip(" ,;:")
     return (words if len(words) >= most // 2 else text[: most - 1]) + "…"
+
+
+def visible(text: str, kept: str = "") -> str:
+    """The text with control characters but these escaped: no message may steer a terminal or begin another line."""
+    return _CONTROL.sub(lambda found: found[0] if found[0] in kept else repr(found[0])[1:-1], text)
+
+
+def with_reason(what: str, why: str) -> str:
+    """ "what: why", or "what" alone."""
+    return f"{what}: {why}" if why else what
 
 
 def is_are(items: Collection[object]) -> str:

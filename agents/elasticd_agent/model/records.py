@@ -1,14 +1,24 @@
-"""The records that agents share through the store: who takes part in which round, and why one ended."""
+"""The records that agents share through the store: who takes part in which round, and why one ended.
+
+A NodeRecord is written by its node, under a lease: what it offers and where it stands. A Round is written by the
+leader, once for each number: what all agree on. A Failure is written by the node whose group ended, and read by the
+leader, which answers with the next Round. Between them they hold all that is needed to continue after any agent has
+died, the leader included.
+
+A node has a name and an incarnation. The name is the machine's and comes back after a restart; the incarnation is of
+one agent process. A Round names both, so an agent that was restarted under its old name is not in the Round of its
+predecessor, and its workers are not either.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from elasticd.errors import WireError
-from elasticd_agent.model.codec import Document, Record
+from elasticd_agent.model.codec import Document, Record, parse_json
 
 Outcome = Literal["succeeded", "failed", "stopped"]
 Identity = tuple[str, str]
@@ -33,6 +43,7 @@ def is_later_run(run: str, than: str) -> bool:
 
 
 def check_slots(whose: str, slots: Sequence[int]) -> None:
+    """Raise WireError for slots that are negative or come twice."""
     if min(slots, default=0) < 0 or len(set(slots)) != len(slots):
         raise WireError(f"{whose}: slots must be distinct and not negative, got {list(slots)}")
 
@@ -49,6 +60,7 @@ class Member(Record):
 
     @property
     def identity(self) -> Identity:
+        """The name and the incarnation: which agent process this is."""
         return self.node, self.incarnation
 
     def check(self) -> None:
@@ -67,6 +79,7 @@ class StoreLife(Record):
 
     @property
     def count(self) -> int:
+        """The number of lives of the job's store before this one."""
         return self.term >> TERM_BITS
 
 
@@ -218,6 +231,43 @@ class Round(Document):
             for local_rank, slot in enumerate(m.slots):
                 yield rank, m.node, local_rank, slot
                 rank += 1
+
+
+class KnownMembers:
+    """Parses one Round of a job after another: a member that has the same text in both is decoded once.
+
+    A thousand agents read each Round at once, and most of its members were in the last one. The members' texts are
+    what `},{` divides, if they have no other braces: one that is inside a name would leave fewer members than texts.
+    Any other Round is parsed as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._by_text: dict[bytes, Member] = {}
+
+    def parse(self, text: bytes | str, max_bytes: int) -> Any:
+        """A `Parser` whose members are records already."""
+        if isinstance(text, bytes) and text.count(b'"members":') == 1 and len(text) <= max_bytes:
+            head, _, rest = text.partition(b'"members":[{')
+            body, end, tail = rest.partition(b"}]")
+            try:
+                members = self._members(body, max_bytes) if end else []
+                raw = parse_json(head + b'"members":[]' + tail, max_bytes)
+                if members and isinstance(raw, dict) and raw.get("members") == []:
+                    return raw | {"members": members}
+            except (ValueError, WireError):
+                pass  # an error names its place in the whole text
+        return parse_json(text, max_bytes)
+
+    def _members(self, body: bytes, max_bytes: int) -> list[Member]:
+        """Raises ValueError, WireError; empty where the texts may not be those of members."""
+        texts = body.split(b"},{")
+        new = [text for text in texts if text not in self._by_text]
+        raw = parse_json(b"[{" + b"},{".join(new) + b"}]", max_bytes) if new else []
+        if not body.count(b"{") == body.count(b"}") == len(texts) - 1 or len(raw) != len(new):
+            return []
+        known = self._by_text | dict(zip(new, map(Member.from_dict, raw), strict=True))
+        self._by_text = {text: known[text] for text in texts}
+        return [*self._by_text.values()] if len(self._by_text) == len(texts) else []
 
 
 def measuring_node(leader: str, members: Sequence[str]) -> str:

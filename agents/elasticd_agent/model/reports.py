@@ -35,6 +35,16 @@ class GroupTail(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchCount(Record):
+    """The collectives of one kind that a rank has launched in a communicator of NCCL, by NCCL's RAS."""
+
+    communicator: str  #: the same on all of its ranks
+    operation: str  #: "AllReduce"; "collective" for all
+    launched: int
+    most: int  #: what the foremost of its ranks has launched
+
+
+@dataclass(frozen=True, slots=True)
 class RankReport(Record):
     """One rank, as its node's agent observes it."""
 
@@ -79,6 +89,8 @@ class RankReport(Record):
     # from its flight recorder
     groups: tuple[GroupTail, ...] = ()
     deviation: str = ""  #: from the usual order of its collectives: "skipped" (one was left out), "other"
+    #: from NCCL's RAS, where ranks of a communicator differ: the same in two answers
+    launches: tuple[LaunchCount, ...] = ()
     exited: bool = False  #: with code 0
 
 

@@ -25,7 +25,7 @@ def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
     current = view.current
     if current is None or current.terminal or view.stop is not None:
         return ()
-    failures = [f for f in view.failures if f.round == current.number and current.member(f.node) is not None]
+    failures = [f for f in view.failures if f.round == current.number and view.member(f.node) is not None]
     if not failures and all(member.node in view.done for member in current.members):
         return ()
     blamed = next((f for f in failures if f.culprits or f.kind == "start_failed"), None)

@@ -3,6 +3,26 @@
 The deciding loop never waits for a store: each turn reads what a watch has named, sends what the loop has reported, and
 returns notices for the loop. While the store is unavailable, reports wait in the outbox, and turns are tried again.
 Turns are taken by a thread, or by the loop itself where the store is this process's memory.
+
+A turn does the following, in this order, and each position has its reason.
+1. Find the store: another agent may host it now (c10d), and then nothing that was read before counts.
+2. Agree on the job: an agent with another script or other limits must not register, let alone lead.
+3. Watch, then read: a change between the two is named by the watch. The other order would lose it.
+4. Read the Round before anything is registered. A Round without this node ends its group, also where its name has
+   become another agent's.
+5. Register, or renew. A new lease means that the store lost the old record, and perhaps those of others: their absence
+   proves nothing for a while.
+6. Send reports: failures, the end of workers, the store's address, changes of the record.
+7. Answer requests, check who can be reached, and probe agents whose standing connection broke.
+8. Lead, if this agent holds the key or can take it: the planner makes one decision a turn.
+
+An exception leaves the turn at any point without harm: whatever was not sent is still in the outbox, whatever was not
+read is still marked. StoreUnavailable begins an outage with retries that double; StoreRefused and WireError are a
+rejection, repeated as a sentence every ten seconds and never fatal while workers run. Only an outage beyond the
+policy's limit abandons the store, since running workers need none.
+
+The leader is one of the members, and nobody else knows more than it: every decision is derived from keys that all can
+read. When it dies, the next one reads the same keys and continues.
 """
 
 from __future__ import annotations
@@ -15,8 +35,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, UsageError, WireError
-from elasticd_agent.model.messages import RoundPublished, StoreAbandoned
-from elasticd_agent.model.notices import LeadershipChanged, Notice, Rejected, StoreAvailability, WaitingFor
+from elasticd_agent.model.messages import (
+    LeadershipChanged,
+    Notice,
+    Rejected,
+    RoundPublished,
+    StoreAbandoned,
+    StoreAvailability,
+    WaitingFor,
+)
 from elasticd_agent.model.records import Failure, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.membership import STALLED_S
@@ -118,15 +145,18 @@ class RendezvousMember:
         self._changed()
 
     def report_failure(self, failure: Failure, now: float) -> None:
+        """Report a failure of this node's group; the leader's answer, a Round, is expected within a time."""
         self._outbox.add_failure(failure)
         self._election.expect_answer(now)
         self._changed()
 
     def report_done(self, number: int) -> None:
+        """Report that every worker of this node has exited with code 0 in round `number`."""
         self._outbox.add_done(number)
         self._changed()
 
     def report_master(self, number: int, address: str, port: int) -> None:
+        """Report where the workers' store of round `number` listens. Sent by the node of rank 0."""
         self._outbox.add_master(number, address, port)
         self._changed()
 
@@ -199,6 +229,9 @@ class RendezvousMember:
         self._reread_at = float("-inf")
 
     def _turn(self, now: float) -> float:
+        """Do what is due while the store answers. Returns when to come back at the latest. Raises StoreUnavailable,
+        StoreRefused, WireError.
+        """
         if self._follower.is_replaced():
             return now + REREAD_S
         reread = now >= self._reread_at
@@ -242,6 +275,11 @@ class RendezvousMember:
             self._retries = 0
 
     def _unavailable(self, why: str, now: float) -> float:
+        """Begin or continue an outage. Returns when to try again.
+
+        A store that has never answered may start later than its clients, and is given the join timeout. One that
+        answered before is given `store_away_s`, in which workers train on.
+        """
         if self._unavailable_since is None:
             self._unavailable_since = now
             self._notices.append(StoreAvailability(True, why, 0.0))
@@ -270,6 +308,9 @@ class RendezvousMember:
             self._watches[prefix] = self._store.watch(prefix, self.hint)
 
     def _register(self, now: float, check: bool) -> bool:
+        """Take part in the job under a lease, or renew it. `check`: read the record first, in case the store has lost
+        it.
+        """
         lease = self._registration.lease
         try:
             if check or self._observations.take_own_record_missing():
@@ -281,9 +322,9 @@ class RendezvousMember:
                 self._election.key_lost()
 
     def _send(self) -> None:
-        self._outbox.send()
         if self._registration.lease is not None and not self._registration.send():
             self._election.key_lost()
+        self._outbox.send()  # a failure comes after the slots that start because of it
         lease = self._registration.lease
         if lease is not None and self._outbox.send_hang_report(lease) and self.leads:
             self._planner.hint(self._keys.hang_reports())
@@ -304,6 +345,7 @@ class RendezvousMember:
             raise StoreUnavailable("the store of this job is another one now")
 
     def _followed(self, round: Round) -> None:
+        """Report a new Round to the loop, once, and say in the record that this node has seen it."""
         self._waiting_for = ""
         if self._follower.is_non_member:
             self._agreement.check_again()

@@ -1,6 +1,21 @@
 """Pure: the nodes of a Round. Members lost from the current one, nodes that may join, the next members, their slots.
 
 Every answer carries its reason. Failures of the script are `plan`'s subject.
+
+Who is lost. A member is given up for one of three reasons, each with its own proof. It is gone for certain: its port
+refuses twice, its name belongs to another incarnation, or its workers' end was reported. It cannot take part in time:
+it has not seen the Round, or has not started it. Or it is silent, and then time alone decides: as long as workers make
+steps, silence of an agent proves nothing about its workers, so nobody is lost for it; once steps have stopped, or a
+failure was reported, the group has to be made anew anyway, and the wait for a silent member is short.
+
+A partition is not two losses. When nodes cannot reach each other, removing both of each pair would empty the job; the
+largest set of nodes that all reach each other continues, and of two equally large ones the one with the first node, so
+that every leader would choose the same.
+
+Who comes next. Survivors keep their order, so ranks keep their data, their copies in memory and, where they can, their
+processes. Joiners follow by the time of their arrival. Nobody who is ready waits for one that is not, except where
+there would be too few, or where only that node has the job's checkpoints. A node or a slot that keeps failing is left
+out for a time that doubles, but never if the job could not run without it: a bad node is better than none.
 """
 
 from __future__ import annotations
@@ -48,6 +63,7 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     lost: dict[str, str] = {}
     until: list[float] = []
     returning: list[str] = []
+    failed = {f.node for f in view.failures if f.round == current.number}
     left = [m.node for m in current.members if m.node not in view.done]
     none_left = all(view.record(node) is None and probes.get(node) in ("refused", "closed") for node in left)
     for member in current.members:
@@ -60,6 +76,8 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
             loss = f"{node} is lost: the port of its agent is closed", now
         elif record is None:
             loss = _absence(view, policy, node, probe, absent.get(node, now), none_left)
+        elif node in failed:
+            loss = _PRESENT  # it has seen and started the round
         else:
             loss = _delay(view, current, policy, member, record, probe, silent.get(node) if stalled else None)
         why, due = loss
@@ -112,8 +130,6 @@ def _delay(
     `silent_since`: only while no worker advances.
     """
     node, number = member.node, current.number
-    if any(f.node == node and f.round == number for f in view.failures):
-        return _PRESENT  # it has seen and started the round
     if record.seen_round < number:
         why = f"{node} has not seen round {number} within {policy.seen_timeout_s:g} s"
         return "" if probe == "answered" else why, view.round_at + policy.seen_timeout_s
@@ -244,8 +260,7 @@ def current_quarantine(view: View, current: Round, now: float) -> tuple[Quaranti
 
 
 def avoided_slots(view: View, quarantined: Iterable[QuarantinedSlot]) -> Avoided:
-    starting = {(p.record.id, slot): 0.0 for p in view.nodes for slot in p.record.starting}
-    return starting | {(q.node, q.slot): q.left_s for q in quarantined if q.left_s}
+    return dict.fromkeys(view.starting, 0.0) | {(q.node, q.slot): q.left_s for q in quarantined if q.left_s}
 
 
 def usable_slots(record: NodeRecord, avoided: Avoided) -> list[int]:
@@ -277,10 +292,10 @@ def returned_slots(view: View, current: Round, now: float) -> list[ReturnedSlots
     avoided = avoided_slots(view, current_quarantine(view, current, now))
     returned = []
     for p in view.nodes:
-        record, member = p.record, current.member(p.record.id)
+        record, member = p.record, view.member(p.record.id)
         if member is None or member.identity != record.identity or record.leaving:
             continue
-        slots = usable_slots(record, avoided)[: _most_slots(record, view)]
+        slots = _best_slots(record, view, usable_slots(record, avoided))
         if len(slots) > len(member.slots) and has_enough_slots(record, view, avoided):
             ends = [at for at in _cooloff_ends(view, current, member) if at <= now]
             back = tuple(sorted(set(slots) - set(member.slots)))
@@ -378,8 +393,10 @@ def _willing(
 ) -> list[PresentNode]:
     """The candidates without those that cool off or lack slots, unless too few are left."""
     able = [p for p in candidates if not cooloff_left_s(p.record.id, excluded, policy)]
-    able = [p for p in able if has_enough_slots(p.record, view, avoided_slots(view.with_all_ready, quarantined))]
-    ready = [p for p in able if has_enough_slots(p.record, view, avoided_slots(view, quarantined))]
+    avoided = avoided_slots(view.with_all_ready, quarantined)
+    able = [p for p in able if has_enough_slots(p.record, view, avoided)]
+    avoided = avoided_slots(view, quarantined)
+    ready = [p for p in able if has_enough_slots(p.record, view, avoided)]
     # A node that alone has the job's checkpoints is waited for, as is one without which there are too few.
     directory = view.current.directory if view.current is not None else ""
     alone = directory in {p.record.directory for p in able} - {p.record.directory for p in ready}
@@ -472,7 +489,7 @@ def assign_slots(
         # Quarantined slots come last, those nearest their return first, and only up to the fewest workers needed.
         rest = sorted((s for s in node.slots if s not in usable), key=lambda s: avoided[node.id, s])
         missing = max(0, fewest - len(usable))
-        slots = sorted((usable + rest[:missing])[: _most_slots(node, view)])
+        slots = _best_slots(node, view, usable + rest[:missing])
         if len(slots) < fewest:
             workers = count(requirements.min_workers, "worker")
             return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
@@ -480,5 +497,20 @@ def assign_slots(
     return tuple(members)
 
 
-def _most_slots(record: NodeRecord, view: View) -> int:
-    return len(record.slots) if view.requirements.max_nodes > 1 else view.requirements.max_workers
+def _best_slots(record: NodeRecord, view: View, slots: list[int]) -> list[int]:
+    """The slots that the node gets, of these: those in use before others, which are spares."""
+    member = view.member(record.id)
+    used = set(member.slots) if member is not None else set()
+    most = len(record.slots) if view.requirements.max_nodes > 1 else view.requirements.max_workers
+    return sorted(sorted(slots, key=lambda slot: slot not in used)[:most])
+
+
+def spares_of(view: View, current: Round, members: Sequence[Member]) -> list[str]:
+    """The nodes and slots among `members` that stood by while `current` had all that the job asks for."""
+    asked = view.requirements
+    if asked.max_nodes > 1:
+        is_full = len(current.members) == asked.max_nodes
+        records = [view.record(m.node) for m in members if is_full and view.member(m.node) is None]
+        return [r.id for r in records if r is not None and r.ahead == current.number]
+    used = {slot for m in current.members if len(m.slots) == asked.max_workers for slot in m.slots}
+    return [f"slot {slot}" for m in members for slot in m.slots if used and slot not in used]

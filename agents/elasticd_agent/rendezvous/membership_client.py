@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elasticd.errors import StoreRefused, StoreUnavailable
+from elasticd.errors import StoreRefused, StoreUnavailable, WireError
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_address, decode_record, encode_record
-from elasticd_agent.model.notices import AheadRequested, HangReportRequested, MasterKnown, Notice, PauseRequested
-from elasticd_agent.model.records import Failure, Identity, LeaderRecord, NodeRecord, Round
+from elasticd_agent.model.messages import AheadRequested, HangReportRequested, MasterKnown, Notice, PauseRequested
+from elasticd_agent.model.records import Failure, Identity, KnownMembers, LeaderRecord, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.peers import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
@@ -157,6 +157,7 @@ class RoundFollower:
         self.round: Round | None = None
         self.stored: Versioned | None = None  #: the round key as last read: what a planner's verdict builds on
         self._accepted: Versioned | None = None
+        self._members = KnownMembers()
         self._is_member = False  # of `round`; a Round may have thousands of members, and every turn asks
         self._hosts_rank_0 = False
         self.ended_before_joining = False  #: the first Round this node read was terminal
@@ -222,7 +223,7 @@ class RoundFollower:
             if known is not None:
                 self._restore(known, None)  # the store came back empty
             return None
-        round = decode_record(Round, self._keys.round, stored.value)
+        round = decode_record(Round, self._keys.round, stored.value, self._members.parse)
         if known is not None and round.precedes(known):
             self._restore(known, stored.version)
             return None
@@ -275,7 +276,8 @@ class RoundFollower:
             notices.append(HangReportRequested(round.number, bool(self._requested[keys.hang_report_request])))
         if self._hosts_rank_0:
             if self.take(keys.pause) and self._is_changed(keys.pause, round):
-                notices.append(PauseRequested(round.number, bool(self._requested[keys.pause])))
+                on = bool(self._requested[keys.pause])
+                notices.append(PauseRequested(round.number, on, all_stay=on and self._do_all_stay(round)))
         elif self._master_known != round.number and self.take(keys.master()):
             key = keys.master(round.number)
             if (stored := self._store.read(key)) is not None:
@@ -293,6 +295,15 @@ class RoundFollower:
         stored = self._store.read(self._keys.ahead)
         number, *nodes = stored.value.decode(errors="replace").split("\n") if stored is not None else [""]
         return number == str(round.number) and self._me[0] in nodes
+
+    def _do_all_stay(self, round: Round) -> bool:
+        """No member of the Round leaves; also False where a record cannot be read."""
+        stored = self._store.list(self._keys.nodes)
+        keys = [self._keys.node(member.node) for member in round.members]
+        try:
+            return not any(decode_record(NodeRecord, key, stored[key].value).leaving for key in keys)
+        except (KeyError, WireError):
+            return False
 
     def _is_changed(self, key: str, round: Round) -> bool:
         """Read a request; True if it begins or ends."""

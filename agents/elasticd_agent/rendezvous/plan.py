@@ -33,8 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from elasticd_agent.model.exit_codes import TERMINATED
-from elasticd_agent.model.job import Policy
+from elasticd_agent.model.job import TERMINATED, Policy
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.phrases import count, listing, plural
 from elasticd_agent.model.records import (
@@ -64,6 +63,7 @@ from elasticd_agent.rendezvous.membership import (
     returned_slots,
     select_members,
     short_of_slots,
+    spares_of,
 )
 from elasticd_agent.rendezvous.restart_budget import carry_over, is_misuse, is_refused_state, round_progressed, spend
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
@@ -183,9 +183,11 @@ class _Running:
 
 def plan(view: View, policy: Policy, now: float) -> Verdict:
     """The next Round, numbered above the current one; or what must happen before it; or why there is none."""
-    if policy.grow == "never":
-        view = view.with_all_ready  # a Round without a slot that starts would stay without it
     verdict = _plan(view, policy, now)
+    if policy.grow == "never" and isinstance(verdict, Round):
+        patient = _plan(view.with_all_ready, policy, now)
+        if isinstance(patient, Round) and patient.world_size > verdict.world_size:
+            verdict = patient  # a Round without a slot that starts would stay without it
     if isinstance(verdict, Wait) and verdict.too_few_nodes and view.short_since is not None:
         return _bound_shortage(view, policy, verdict, view.short_since, now)
     return verdict
@@ -214,11 +216,12 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
 
 
 def _bound_shortage(view: View, policy: Policy, wait: Wait, since: float, now: float) -> Round | Wait:
-    """Too few nodes: the wait for more is bounded."""
+    """Too few nodes: the wait for more is bounded, and lasts until those can be back that an outage has sent away."""
     bound_s, name = (policy.join_timeout_s, "join_timeout")
-    if view.current is not None:
+    if view.current is not None and not view.current.terminal:
         bound_s, name = (policy.replace_timeout_s, "--replace-timeout")
     until = since + bound_s
+    until = max(until, min(until, view.store_up_since) + RETURN_S)
     if now >= until:
         return _final_round(view, "failed", 1, f"{wait.why}, and no more joined within {bound_s:g} s ({name})")
     return replace(wait, until=min(until, wait.until) if wait.until is not None else until)
@@ -355,15 +358,17 @@ def _can_pause(running: _Running) -> bool:
     """True if rank 0's workers can be asked to pause, and have not paused yet.
 
     Where nodes leave, also if an earlier round could pause and no step of this one is reported yet: rank 0 may have
-    made some, and reads the request at its first. A node that leaves waits no longer than its own stop may take.
+    made some, and reads the request at its first. A node that leaves waits no longer than its own stop may take, and
+    not for ranks that have not begun to train: they may wait for a new process, and what they hold is saved.
     """
     rank_0, number = running.rank_0, running.current.number
     if rank_0 is None or running.paused:
         return False
     if rank_0.can_pause == number:
         return True
-    could = any(record is not None and record.can_pause for record in running.records)
-    return bool(running.leaving) and rank_0.stepped_round != number and could
+    records = [record for record in running.records if record is not None]
+    may_step = rank_0.stepped_round != number and all(record.entered in (0, number) for record in records)
+    return bool(running.leaving) and may_step and any(record.can_pause for record in records)
 
 
 def _leaving_exit_code(view: View) -> int:
@@ -599,10 +604,12 @@ def _next_round(
     # A node that joined may have checkpoints and logs of an earlier job in directories of its own.
     number = max(current.number, view.first_number - 1, *(record.highest_round for record in records)) + 1
     restarts = current.restarts + 1
-    came = ", ".join(m.node for m in members if current.member(m.node) is None)
+    promoted = spares_of(view, current, members)
+    came = ", ".join(m.node for m in members if view.member(m.node) is None and m.node not in promoted)
     here = {m.node for m in members}
     back = [str(slots) for slots in returned_slots(view, current, running.now) if slots.node in here]
-    why = "; ".join(filter(None, [why, came and f"{came} joined", *back, *_starting(view, members)]))
+    said = [why, _promotion(promoted), came and f"{came} joined", *back, *_starting(view, current, members)]
+    why = "; ".join(filter(None, said))
     reason = f"{why}; restart with {_size_phrase(view, members)}"
     if first.directory != current.directory:
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
@@ -644,11 +651,21 @@ def _smallest_stepped_size(running: _Running) -> int:
     return known if not running.stepped else min(known or size, size)
 
 
-def _starting(view: View, members: tuple[Member, ...]) -> list[str]:
-    """A sentence for each node with slots that these members do not wait for."""
+def _promotion(spares: list[str]) -> str:
+    if not spares:
+        return ""
+    place = "its place" if len(spares) == 1 else "their places"
+    return f"{place} went to {plural(len(spares), 'spare')} {listing(spares)}"
+
+
+def _starting(view: View, current: Round, members: tuple[Member, ...]) -> list[str]:
+    """A sentence for each node with slots that these members, unlike those of `current`, do without."""
     used = {(m.node, slot) for m in members for slot in m.slots}
-    left = {p.record.id: [s for s in p.record.starting if (p.record.id, s) not in used] for p in view.nodes}
-    return [f"{plural(len(slots), 'slot')} {listing(slots)} of {node} starts" for node, slots in left.items() if slots]
+    before = {(m.node, slot) for m in current.members for slot in m.slots}
+    left: dict[str, list[int]] = {}
+    for node, slot in sorted(view.starting & before - used):
+        left.setdefault(node, []).append(slot)
+    return [f"{plural(len(slots), 'slot')} {listing(slots)} of {node} starts" for node, slots in left.items()]
 
 
 def _hang_places(running: _Running) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:

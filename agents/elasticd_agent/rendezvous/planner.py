@@ -31,10 +31,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from elasticd_agent.hangs.judge import HangJudge, failures
+from elasticd_agent.hangs.judge import JUDGE_INTERVAL_S, HangJudge, failures
 from elasticd_agent.hangs.stragglers import PersistentStragglers
 from elasticd_agent.model.keys import Keys, decode_record, encode_record
-from elasticd_agent.model.notices import FaultDetected, Notice, StragglersFound
+from elasticd_agent.model.messages import FaultDetected, Notice, StragglersFound
 from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round, StoreLife
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.faults import FaultLog
@@ -50,7 +50,6 @@ from elasticd_agent.store.cache import StoreCache
 
 REFRESH_S = 20.0
 """Everything is read again so often, in case a watch missed something."""
-DELETES_A_TURN = 32
 ENDED_S = 600.0
 """An ended job's records stay so long for nodes that come late; then its id may be used again."""
 
@@ -161,7 +160,9 @@ class Planner:
             self._set_request(self._keys.pause, pause)
             self._request_ahead(view, now)
         self._request_hang_reports(round)
-        self._delete_garbage()
+        while self._garbage and not isinstance(verdict, Round):  # nothing waits for it
+            self._store.delete(self._garbage[-1])
+            self._garbage.pop()
         return self._turn_again(verdict, now)
 
     def others_can_lead(self, round: Round | None) -> bool:
@@ -181,9 +182,7 @@ class Planner:
             return
         keys = self._keys
         for prefix in (keys.failures(), keys.done(), keys.hang_reports(), keys.master()):
-            self._garbage += self._store.list(prefix)  # an earlier leader may have died before it deleted its own
-        while self._garbage:
-            self._delete_garbage()
+            self._store.delete(prefix)  # an earlier leader may have died before it deleted its own
         for key in (keys.pause, keys.ahead, keys.hang_report_request):
             self._store.delete(key)
         lease = self._store.announce(keys.ended, b"", ENDED_S) if self._requirements.max_nodes > 1 else None
@@ -277,12 +276,13 @@ class Planner:
             self._cache.invalidate(key)
 
     def _request_ahead(self, view: View, now: float) -> None:
-        """The nodes that may join start their workers ahead, where the others keep their processes."""
+        """The nodes that may join, and the spares, start their workers ahead, where the others keep their processes."""
         current, nodes = view.current, list[str]()
         if self._requirements.max_nodes == 1 or current is None:
             return
         if not current.terminal and keeps_processes(view, current):
-            room = max(0, self._requirements.max_nodes - len(current.members))
+            stay = [m for m in current.members if (r := view.record(m.node)) is None or not r.leaving]
+            room = max(0, self._requirements.max_nodes - len(stay)) + self._requirements.spares
             nodes = [p.record.id for p in waiting_nodes(view, current, self._policy, now)[:room]]
         wanted = "\n".join([str(current.number), *nodes]).encode() if nodes else None
         if wanted != self._asked_ahead:  # an earlier leader's names an earlier round, or the same nodes
@@ -306,19 +306,10 @@ class Planner:
                 "Put --checkpoint-dir on storage that all nodes mount"
             )
 
-    def _delete_garbage(self) -> None:
-        """A few keys a turn: nothing waits for it."""
-        for _ in range(min(DELETES_A_TURN, len(self._garbage))):
-            self._store.delete(self._garbage.pop())
-
     def _turn_again(self, verdict: Round | Pause | Wait, now: float) -> Round | Pause | Wait:
-        """The verdict, due earlier while there is garbage to delete or a hang to judge."""
-        if not isinstance(verdict, Wait):
-            return verdict
-        if self._garbage:
-            return replace(verdict, until=now)
-        if self._judge.suspected:
-            again = self._judge.next_turn_at(now)
+        """The verdict, due earlier while there is a hang to judge."""
+        if isinstance(verdict, Wait) and self._judge.suspected:
+            again = now + JUDGE_INTERVAL_S
             return replace(verdict, until=again if verdict.until is None else min(again, verdict.until))
         return verdict
 
@@ -335,29 +326,37 @@ class ViewReader:
         self._observations = observations
         self._round_at: dict[int, float] = {}
         self._failed_at: dict[int, float] = {}
+        self._failures: dict[int, int] = {}
         self._joined_at: dict[Identity, float] = {}
         self._slots: dict[Identity, tuple[Collection[int], float]] = {}
         self._absent_since: dict[str, float] = {}
         self._leaving: dict[Identity, str] = {}
         self._short_since: float | None = None
+        self._short_in, self._read_at, self._unseen = 0, 0.0, False
         self.too_few_nodes = False  #: by the last verdict; `short_since` counts from the first one
 
     def reset(self) -> None:
-        """Another node led, or the store was away: what was absent then may have come back unseen."""
+        """Another node led, or the store was away: what was absent then may have come back unseen.
+
+        The time until the next `read` is not part of a wait for nodes. What came before it stays one: or a store that
+        is away again and again, or leaders that change, would let the job wait for ever.
+        """
         self._absent_since.clear()
-        self._short_since = None
+        self._unseen = True
 
     def forget_before(self, number: int) -> None:
         """Round `number` was published."""
         for times in (self._round_at, self._failed_at):
             for old in [known for known in times if known < number]:
                 del times[old]
-        self._short_since = None
 
     def read(self, current: Round | None, facts: LocalFacts, now: float) -> View:
         number = current.number if current is not None else 0
-        records = self._cache.records(self._keys.nodes, NodeRecord)
         failures = self._cache.records(self._keys.failures(number), Failure)
+        if len(failures) > self._failures.get(number, 0):
+            self._cache.invalidate(self._keys.nodes)  # whatever their nodes wrote before them counts
+        self._failures = {number: len(failures)}
+        records = self._cache.records(self._keys.nodes, NodeRecord)
         done = self._cache.list(self._keys.done(number))
         if failures:
             self._failed_at.setdefault(number, now)
@@ -385,7 +384,7 @@ class ViewReader:
             left=tuple((node, why) for (node, _), why in self._leaving.items() if node in self._absent_since),
             store_up_since=self._observations.store_up_since,
             next_step_due=facts.next_step_due,
-            short_since=self._update_short_since(records, now),
+            short_since=self._update_short_since(records, number, now),
             silent_since=tuple(self._observations.silent_since.items()),
         )
 
@@ -395,12 +394,15 @@ class ViewReader:
         self._slots[identity] = ready, at if slots == ready else now
         return PresentNode(record, self._joined_at.setdefault(identity, now), self._slots[identity][1])
 
-    def _update_short_since(self, records: Sequence[NodeRecord], now: float) -> float | None:
+    def _update_short_since(self, records: Sequence[NodeRecord], number: int, now: float) -> float | None:
         available = sum(1 for r in records if r.slots and not r.leaving)
         if not self.too_few_nodes and available >= self._requirements.min_nodes:
             self._short_since = None
-        elif self._short_since is None:
+        elif self._short_since is None or number != self._short_in:
             self._short_since = now
+        elif self._unseen:
+            self._short_since += now - self._read_at
+        self._short_in, self._read_at, self._unseen = number, now, False
         return self._short_since
 
     def _forget_departed(self, records: Sequence[NodeRecord], current: Round | None) -> None:

@@ -4,6 +4,18 @@ A store cannot tell a process that is gone from one that is stopped, stuck or be
 machine of the first one refuses the connection, which may be acted on at once; the others are silent, which counts only
 after `seen_timeout`. Names are not resolved. The server sends its answer unasked and reads nothing, so it waits for no
 client; a client that stays connected sees the agent's death as the end of the connection.
+
+A silent node has three explanations: its agent is dead, its machine is, or the way to it is broken. The lease tells
+them apart only when it ends, seconds later. A probe tells at once where it can:
+- A refused connection is proof: the machine's kernel says that no process listens at the port. It counts when it is
+  refused twice, `REFUSAL_CONFIRM_S` apart, since a living process that closes and opens its port refuses, too.
+- An answer with the expected incarnation proves that the agent lives. One with another incarnation proves that the
+  expected one is gone: the port, or the name, belongs to its successor.
+- Silence proves nothing. The machine may be gone, stopped or overloaded, or a firewall may drop packets.
+
+The server's thread sends the answer and does nothing else, so a busy agent still answers. It stops answering when the
+deciding thread is stuck (`answering`), so that a stuck agent looks stuck; and it ends soon after the main thread, so
+that it cannot answer for a dead agent.
 """
 
 from __future__ import annotations
@@ -80,7 +92,10 @@ class ProbeServer:
         answering: Callable[[], bool] = lambda: True,
         answered: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises UsageError if the port cannot be bound."""
+        """Listen at once. `answered` is called after each answer: being probed is a sign that a peer has failed.
+
+        Raises UsageError if the port cannot be bound.
+        """
         self._node, self._incarnation = node, incarnation
         self.publish(None, False, False)
         self._answering = answering
@@ -198,6 +213,12 @@ class _Attempt:
 
 
 class _ProbeRun:
+    """One run over many nodes with one selector, in the caller's thread.
+
+    Connections beyond half of the process's descriptors wait their turn. Each attempt is repeated at most once: after a
+    refusal to confirm it, after a reset because the agent may have died at that moment.
+    """
+
     def __init__(self, nodes: Mapping[str, Address], timeout_s: float, selector: selectors.BaseSelector) -> None:
         now = time.monotonic()
         self.results: dict[str, ProbeAnswer] = {}
@@ -234,6 +255,7 @@ class _ProbeRun:
             self._close(call)
 
     def _dial(self, call: _Attempt) -> None:
+        """Begin to connect. Anything but a connection under way is a result at once."""
         try:
             family, where = _numeric_address(call.address, call.port)
         except (OSError, ValueError):
@@ -267,6 +289,7 @@ class _ProbeRun:
             self._done(call, ProbeNoAnswer(_error_text(OSError(code, os.strerror(code)))))
 
     def _listen(self, call: _Attempt) -> None:
+        """Read what has arrived: an answer is one line; the end of the connection before it is a reset."""
         assert call.sock is not None
         try:
             data = call.sock.recv(ANSWER_BYTES)
@@ -291,6 +314,7 @@ class _ProbeRun:
             self._done(call, ProbeNoAnswer("answered something that is not an agent's"))
 
     def _refused(self, call: _Attempt) -> None:
+        """Count a refusal. The second one is the result; the first is tried again after `REFUSAL_CONFIRM_S`."""
         self._close(call)
         if call.refused:
             self.results[call.node] = ProbeRefused()
@@ -321,6 +345,7 @@ class _ProbeRun:
             sock.close()
 
     def _silence(self, call: _Attempt) -> str:
+        """Return the sentence for a node that has not answered in time, with how far the attempt came."""
         before = "refused once, then " if call.refused else "reset once, then " if call.was_reset else ""
         if call.sock is None:
             return before + ("there was no time to probe again" if before else "not probed: too few file descriptors")

@@ -16,8 +16,7 @@ from typing import Any
 from elasticd import bounded_json
 from elasticd.errors import StoreRefused
 from elasticd_agent.model.codec import VERSION
-from elasticd_agent.model.exit_codes import TERMINATED
-from elasticd_agent.model.job import JobSpec, Mode, Policy, option_name
+from elasticd_agent.model.job import TERMINATED, JobSpec, Mode, Policy, option_name
 from elasticd_agent.model.keys import Keys, decode_record, encode_record
 from elasticd_agent.model.records import Round, is_later_run
 from elasticd_agent.store import Store
@@ -31,6 +30,7 @@ _LABELS = {
     "run": "--run",
     "min_nodes": "--nnodes MIN",
     "max_nodes": "--nnodes MAX",
+    "spares": "--spares",
     "checkpoints": "--checkpoint-dir",
     "max_restarts": "--max-restarts",
     "max_restarts_per_hour": "--max-restarts-per-hour",
@@ -77,6 +77,7 @@ def spec_document(spec: JobSpec, policy: Policy) -> dict[str, Any]:
         "role": spec.role,
         "min_nodes": spec.rendezvous.min_nodes,
         "max_nodes": spec.rendezvous.max_nodes,
+        "spares": spec.spares if spec.rendezvous.max_nodes > 1 else 0,  # slots are a machine's own
         "run": spec.run,
         "checkpoints": spec.checkpoint_dir is not None,
         **{name: getattr(policy, name) for name in _SHARED_POLICY},

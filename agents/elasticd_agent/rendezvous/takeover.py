@@ -33,7 +33,7 @@ docs/adr/0011 has the alternatives.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.job import Policy
@@ -42,39 +42,14 @@ from elasticd_agent.rendezvous.peers import PeerNetwork
 from elasticd_agent.rendezvous.probe import Address, ProbeAlive, ProbeRefused
 from elasticd_agent.system.network.addresses import format_endpoint, parse_endpoint, try_parse_endpoint
 
+if TYPE_CHECKING:
+    from elasticd_agent.store.c10d.connection import C10dConnection
+
 ASKED_FIRST = 8
 """The deputies that every member probes. Only if none of them is without its store does it probe all members."""
 GO_BACK_S = 2.0
 """Members that have said that they have lost their store are in the next one by then, unless theirs is back."""
 _HOST = "host of the store"
-
-
-class MovableStore(Protocol):
-    """A store that an agent hosts. Thread-safe."""
-
-    @property
-    def term(self) -> int:
-        """The term of the store that answered last; 0: no other agent may host the next one."""
-
-    @property
-    def port(self) -> int: ...
-
-    @property
-    def hosts(self) -> bool:
-        """This agent hosts it."""
-
-    @property
-    def answers(self) -> bool:
-        """There is a connection; False is no proof of anything."""
-
-    def pin(self, term: int) -> None:
-        """Use no store of another term until `move` or `host`."""
-
-    def move(self, endpoint: Address, term: int, serve_on: bool) -> None:
-        """Use the store of this term there from now on. One that was hosted here ends, unless it is to serve on."""
-
-    def host(self, term: int) -> None:
-        """Host an empty store of this term, at `port`, and use it. One that was hosted here ends."""
 
 
 def deputies(round: Round) -> list[str]:
@@ -115,7 +90,7 @@ class TakeOver:
 
     def __init__(
         self,
-        store: MovableStore,
+        store: C10dConnection,
         record: NodeRecord,
         policy: Policy,
         network: PeerNetwork,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from elasticd_agent.model.messages import StopForced, StopRequested
-from elasticd_agent.model.records import Failure, NodeRecord, Round
+from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
 
 ProbeResult = Literal["answered", "refused", "closed", "silent"]
 """`refused`: the process that had answered is gone. `closed`: the port refuses and had never answered this agent, which
@@ -26,6 +26,7 @@ class Requirements:
     max_nodes: int = 1
     last_call_timeout_s: float = 5.0  #: how long to wait for more than `min_nodes` nodes after the newest one
     run: str = ""  #: tells two runs of one job id apart
+    spares: int = 0  #: nodes beyond `max_nodes` that start their workers ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +72,41 @@ class View:
     short_since: float | None = None  #: since when there have been fewer nodes than the job needs
     silent_since: tuple[tuple[str, float], ...] = ()  #: members that had answered before and answer no probe now
     unreachable: frozenset[str] = frozenset()  #: nodes that want to join, had answered before and do not now
+    all_ready: bool = False  #: no process starts
     _records: dict[str, NodeRecord] = field(init=False, repr=False, compare=False)
+    _members: dict[str, Member] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # A turn asks for each of a thousand nodes.
         object.__setattr__(self, "_records", {p.record.id: p.record for p in reversed(self.nodes)})
+        members = self.current.members if self.current is not None else ()
+        object.__setattr__(self, "_members", {m.node: m for m in members})
 
     @property
     def with_all_ready(self) -> View:
         """The same, without a process that starts."""
-        if not any(p.record.starting for p in self.nodes):
-            return self
-        return replace(self, nodes=tuple(replace(p, record=replace(p.record, starting=())) for p in self.nodes))
+        return replace(self, all_ready=True)
+
+    @property
+    def starting(self) -> set[tuple[str, int]]:
+        """(node, slot) of new processes that are not ready while others stay, and of ranks to be killed for a hang."""
+        if self.all_ready:
+            return set()
+        starting = {(p.record.id, slot) for p in self.nodes for slot in p.record.starting}
+        hung = (f for f in self.failures if f.kind == "hung" and self._stays(f.node, f.round))
+        return starting | {(f.node, slot) for f in hung for _, slot in f.culprits}
+
+    def _stays(self, node: str, round: int) -> bool:
+        """The workers of `round` there stay in their processes."""
+        record = self.record(node)
+        return record is not None and record.entered == record.stepped_round == round
 
     def record(self, node: str) -> NodeRecord | None:
         return self._records.get(node)
+
+    def member(self, node: str) -> Member | None:
+        """The node's part in `current`."""
+        return self._members.get(node)
 
 
 @dataclass(frozen=True, slots=True)

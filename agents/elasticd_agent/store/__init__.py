@@ -68,7 +68,7 @@ class Store(Protocol):
         """
 
     def delete(self, key: str) -> bool:
-        """False: the key did not exist."""
+        """False: the key did not exist. One that ends in "/" stands for all keys below it."""
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """Create `key` for as long as the lease is renewed. None: the key exists already."""

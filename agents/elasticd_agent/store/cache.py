@@ -41,7 +41,8 @@ class StoreCache:
         self._log = log
         self._changed = changed
         self._lock = threading.Lock()  # guards what follows, never held during a request
-        self._generation = 0
+        self.generation = 0
+        """Grows whenever something may have changed; equal numbers mean that there is nothing new to look at."""
         self._lists: dict[str, dict[str, Versioned]] = {}
         self._reading: dict[str, object] = {}
         self._decoded: dict[str, _Decoded] = {}
@@ -49,11 +50,6 @@ class StoreCache:
         self._watches: dict[str, Watch] = {}
         self._users: dict[str, set[object]] = {}
         self._refreshed_at = float("-inf")
-
-    @property
-    def generation(self) -> int:
-        """Grows whenever something may have changed; equal numbers mean that there is nothing new to look at."""
-        return self._generation
 
     # ---- keeping it current
 
@@ -78,7 +74,7 @@ class StoreCache:
     def invalidate(self, key: str) -> None:
         """`key` may have changed; a watch that may have missed changes names its whole prefix."""
         with self._lock:
-            self._generation += 1
+            self.generation += 1
             for known in (self._lists, self._reading):
                 for prefix in [p for p in known if key.startswith(p) or p.startswith(key)]:
                     del known[prefix]
@@ -86,7 +82,7 @@ class StoreCache:
     def clear(self) -> None:
         """Read everything again at its next use."""
         with self._lock:
-            self._generation += 1
+            self.generation += 1
             self._decoded = {prefix: self._decoded[prefix] for prefix in self._lists if prefix in self._decoded}
             self._lists.clear()
             self._reading.clear()
@@ -100,10 +96,10 @@ class StoreCache:
         return due
 
     def drop(self, prefixes: tuple[str, ...]) -> builtins.list[str]:
-        """Drop the lists below these prefixes. Returns the keys that were in them."""
+        """Drop the lists below these prefixes. Returns the prefixes of those that had keys."""
         with self._lock:
             self._reading = {at: mark for at, mark in self._reading.items() if not at.startswith(prefixes)}
-            return [key for at in [p for p in self._lists if p.startswith(prefixes)] for key in self._lists.pop(at)]
+            return [at for at in [p for p in self._lists if p.startswith(prefixes)] if self._lists.pop(at)]
 
     # ---- reading
 
@@ -115,7 +111,8 @@ class StoreCache:
                 return known
             # Before the read: a change during it removes this mark, so that the next use reads it once more.
             mark = self._reading[prefix] = object()
-        read = self._store.list(prefix)
+            before = self._decoded.get(prefix)
+        read = self._store.list(prefix, before.items if before is not None else None)
         with self._lock:
             if self._reading.get(prefix) is mark:
                 del self._reading[prefix]

@@ -1,6 +1,10 @@
 """A Store in this process's memory, for a job on one node and for tests. It never fails.
 
-Expired keys are deleted, and their watches called, when the store is next used.
+Expired keys are deleted, and their watches called, when the store is next used. It has no thread: with one user, a
+lease that ends unseen harms nobody.
+
+It is the reference of the contract: tests/contract runs the same suite against it and the real backends, and what the
+suite allows here is what the rest of elasticd may rely on.
 """
 
 from __future__ import annotations
@@ -21,7 +25,11 @@ class _Entry:
 
 
 class MemoryStore:
-    """Thread-safe. `clock` is monotonic seconds."""
+    """A thread-safe Store of this process. `clock` returns monotonic seconds; tests pass their own and move it.
+
+    Callbacks of watches run under the lock, in the thread that has changed the key. They must not call the store (see
+    Store.watch), so this cannot deadlock.
+    """
 
     hosts, standalone, compares_one_key = False, True, False
 
@@ -33,12 +41,14 @@ class MemoryStore:
         self._version = 0
 
     def read(self, key: str) -> Versioned | None:
+        """Return the key's value and version, after expired leases have ended."""
         with self._lock:
             self._expire()
             entry = self._entries.get(key)
             return Versioned(entry.value, entry.version) if entry else None
 
     def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
+        """Return all keys below `prefix`. `known` is not compared: nothing is sent."""
         with self._lock:
             self._expire()
             entries = sorted((k, e) for k, e in self._entries.items() if k.startswith(prefix))
@@ -58,21 +68,25 @@ class MemoryStore:
     def delete(self, key: str) -> bool:
         with self._lock:
             self._expire()
-            return self._drop(key)
+            below = [k for k in self._entries if k.startswith(key)] if key.endswith("/") else [key]
+            return sum(self._drop(k) for k in below) > 0
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        """Create the key under a new lease; None if it exists."""
         with self._lock:
             self._expire()
             lease = _MemoryLease(self, ttl_s, self._clock() + ttl_s)
             return lease if lease.put(key, value) is not None else None
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+        """Call `callback` at each change below `prefix`, in the thread that makes it."""
         with self._lock:
             watch = _MemoryWatch(self, prefix, callback)
             self._watches.append(watch)
             return watch
 
     def close(self) -> None:
+        """End all watches."""
         with self._lock:
             self._watches.clear()
 
@@ -93,6 +107,7 @@ class MemoryStore:
         return True
 
     def _expire(self) -> None:
+        """Delete the keys of ended leases."""
         now = self._clock()
         for key in [k for k, e in self._entries.items() if e.lease is not None and e.lease.expires_at <= now]:
             self._drop(key)
@@ -104,6 +119,8 @@ class MemoryStore:
 
 @dataclass(eq=False, slots=True)
 class _MemoryLease:
+    """A lease that lives until `expires_at` on the store's clock. It has ended as well when its last key is gone."""
+
     store: MemoryStore
     ttl_s: float
     expires_at: float

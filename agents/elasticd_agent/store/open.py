@@ -39,10 +39,6 @@ def open_store(
     return OPENERS[rendezvous.backend](rendezvous, python, policy, log, incarnation)
 
 
-def _open_memory(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> JobStore:
-    return MemoryStore()
-
-
 def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> JobStore:
     from elasticd_agent.store.c10d.connection import listen
     from elasticd_agent.store.c10d.store import C10dStore
@@ -83,4 +79,4 @@ def _open_etcd(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, in
     return EtcdStore(rendezvous.endpoints, **login, timeout_s=policy.store_timeout_s, log=log)  # type: ignore[arg-type]
 
 
-OPENERS = {"memory": _open_memory, "c10d": _open_c10d, "etcd": _open_etcd}
+OPENERS = {"memory": lambda *_: MemoryStore(), "c10d": _open_c10d, "etcd": _open_etcd}

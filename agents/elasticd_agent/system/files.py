@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 import stat
 from pathlib import Path
@@ -87,7 +86,7 @@ def _remove(path: Path) -> None:
 
 def _set_aside(path: Path) -> None:
     """A job's user may put a directory there, in his own folder: it gets another name, and stops nothing."""
-    path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}"))
+    path.rename(path.with_name(f".{path.name}.{os.urandom(4).hex()}"))
 
 
 def remove_tree(path: Path) -> None:

@@ -22,6 +22,7 @@ _PROGRAMS = {
     "hidden_modules": "workers/launcher/hidden_modules.py",
     "debug_hooks": "workers/launcher/debug_hooks.py",
     "console_streams": "workers/launcher/console_streams.py",
+    "cpu_binding": "workers/launcher/cpu_binding.py",
     "start_up_hook": "workers/launcher/hook",
     "tcp_store": "system/network/tcp_store.py",
     "nvml": "system/gpus/nvml_process.py",

@@ -30,26 +30,23 @@ class NonBlockingWriter:
         self._capacity = capacity
         self._pieces: deque[bytes] = deque()
         self._pending_bytes = self._lost_bytes = 0
-        self._broken = self._closing = False
+        self._closing = False
+        self.broken = False
+        """The other end is closed, or never existed."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         try:
             self._fd = os.dup(fd)
         except OSError:
             self._fd = -1
-            self._broken = True
+            self.broken = True
             return
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def broken(self) -> bool:
-        """The other end is closed, or never existed."""
-        return self._broken
-
     def reader_gone(self) -> bool:
         """Also if nothing has been written since."""
-        if self._broken or not self._thread.is_alive():
+        if self.broken or not self._thread.is_alive():
             return True
         poll = select.poll()
         poll.register(self._fd, 0)
@@ -57,7 +54,7 @@ class NonBlockingWriter:
 
     def room(self) -> int:
         """Bytes that `put` would accept now; a broken writer accepts and discards any number."""
-        return self._capacity if self._broken else self._capacity - self._pending_bytes
+        return self._capacity if self.broken else self._capacity - self._pending_bytes
 
     def empty(self) -> bool:
         """Everything accepted so far has been written."""
@@ -66,7 +63,7 @@ class NonBlockingWriter:
     def put(self, piece: bytes) -> bool:
         """Queue bytes. False, with nothing queued, when there is no room. Never blocks."""
         with self._changed:
-            if self._broken or self._closing or not piece:
+            if self.broken or self._closing or not piece:
                 return True
             # An empty queue takes any piece: one larger than the capacity could never be written otherwise.
             if self._pending_bytes and self._pending_bytes + len(piece) > self._capacity:
@@ -100,7 +97,7 @@ class NonBlockingWriter:
         while batch := self._next():
             self._write(batch)
             with self._changed:
-                self._pending_bytes = 0 if self._broken else self._pending_bytes - len(batch)
+                self._pending_bytes = 0 if self.broken else self._pending_bytes - len(batch)
                 self._changed.notify_all()
             for listener in self._listeners:
                 listener()
@@ -125,7 +122,7 @@ class NonBlockingWriter:
             else b""
         )
         left = memoryview(missing + data)
-        while left and not self._broken:
+        while left and not self.broken:
             try:
                 left = left[os.write(self._fd, left) :]
             except BlockingIOError:
@@ -138,7 +135,7 @@ class NonBlockingWriter:
                     self._lost_bytes += min(len(left), len(data))
                     return
                 with self._changed:
-                    self._broken = True
+                    self.broken = True
                     self._pieces.clear()
         self._lost_bytes = 0
 

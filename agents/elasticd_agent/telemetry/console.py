@@ -6,20 +6,18 @@ All output goes through a NonBlockingWriter: a terminal or pipe that blocks or c
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from elasticd_agent.model.phrases import count
+from elasticd_agent.model.phrases import count, visible
 from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 
 Level = Literal["info", "warning", "error"]
 PROGRESS_S = 30.0
 _LEVELS: dict[Level, str] = {"info": "", "warning": "warning: ", "error": "error: "}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,8 @@ def describe(view: ProgressView, now: float) -> list[str]:
 
 
 class Console(Protocol):
+    """The place where sentences and progress are shown to a person."""
+
     def log(self, sentence: str, level: Level = "info") -> None: ...
     def progress(self, view: ProgressView) -> None: ...
 
@@ -69,14 +69,17 @@ class PlainConsole:
     def __init__(self, outlet: NonBlockingWriter, job: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._outlet = outlet
         self._lost = 0
-        self._job = _visible(job)
+        self._job = visible(job, "\t\n")
         self._clock = clock
         self._last: ProgressView | None = None
         self._due = float("-inf")
 
     def log(self, sentence: str, level: Level = "info") -> None:
+        """Write one sentence as a line with its time and the job. A line that the output cannot take is counted, and
+        the count is shown with the next one.
+        """
         stamp = time.strftime("%Y-%m-%d %H:%M:%S%z")
-        line = f"{stamp} elasticd[{self._job}] {_LEVELS[level]}{_visible(sentence)}\n"
+        line = f"{stamp} elasticd[{self._job}] {_LEVELS[level]}" + visible(sentence, "\t\n") + "\n"
         data = line.encode("utf-8", "backslashreplace")
         if self._lost:
             data = f"[elasticd: {self._lost} lines are missing here: the output was blocked]\n".encode() + data
@@ -97,11 +100,6 @@ class PlainConsole:
 
     def close(self) -> None:
         pass
-
-
-def _visible(text: str) -> str:
-    """The text with control characters made visible, so that no exception's message can steer the terminal."""
-    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
 
 
 class QuietConsole:

@@ -4,6 +4,14 @@ A line is one write to a file opened for appending, so writers never mix within 
 SIGKILL. Once the file is open, logging never raises, blocks on a pipe without a reader, or grows without bound. Lines
 that cannot be written, as on a full disk, are kept and written with the next one, in order; of more than KEPT_BYTES the
 oldest are lost, and counted.
+
+The log is the record of last resort. `explain`, `status`, the dashboard and reports read it after everything else is
+gone, so a line must be complete by itself: it names its job, its node and its time, and its reason is the sentence that
+people saw. Times of day are derived from the monotonic time of the event, so a line that was written late still has the
+time at which it happened.
+
+A reader meets lines of other versions, half lines and lines of other jobs; it takes those that it knows. A line that
+would be too long is cut in its longest texts and lists, and says so.
 """
 
 from __future__ import annotations
@@ -87,6 +95,7 @@ class EventLog:
         return os.open(self._path, flags, 0o600)
 
     def write(self, record: LogEvent) -> None:
+        """Append the event. Never raises, and never waits for a reader or a disk that is full."""
         line = encode(record, self._job, self._node)
         with self._lock:
             if self._most_bytes is not None:
@@ -98,6 +107,7 @@ class EventLog:
                 self.lost += 1
 
     def _rotate(self, most_bytes: int) -> None:
+        """Begin a new file if this one is large, or if a person has moved it."""
         try:
             mine = os.fstat(self._fd)
             try:
@@ -116,6 +126,7 @@ class EventLog:
         self._partial_line = False
 
     def _write_all(self) -> None:
+        """Write the lines that wait, in order, until one cannot be written."""
         while self._unwritten:
             # A full disk may take the head of a line, which is then written again as a line of its own.
             line = b"\n" + self._unwritten[0] if self._partial_line else self._unwritten[0]

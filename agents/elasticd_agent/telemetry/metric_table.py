@@ -1,4 +1,9 @@
-"""Every metric of a job: name, help, labels, and the largest number of its series. docs/metrics.md shows it."""
+"""Every metric of a job: name, help, labels, and the largest number of its series. docs/metrics.md shows it.
+
+A name that was published stays: alerts and dashboards of others depend on it. A new metric is a row here, with its
+help, its labels and the most series that one job can have; the page, the tests and the alert rules find it by its
+constant.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +92,10 @@ WORLD_SIZE_TARGET = MetricSpec(
     "elasticd_world_size_target", "Workers of the job at its maximal number of nodes, with no slot quarantined."
 )
 WORKERS_RUNNING = MetricSpec("elasticd_workers_running", "Worker processes of the current round alive on this node.")
+SPARES = MetricSpec(
+    "elasticd_spares",
+    "Slots of this node that stand by while the job has all that it asks for, and take the place of lost ranks.",
+)
 RESTARTS = MetricSpec(
     "elasticd_restarts_total",
     f"Rounds after the first, by cause: {', '.join(RESTART_CAUSES)}.",
@@ -234,11 +243,11 @@ LINES_LOST = MetricSpec("elasticd_event_log_lines_lost_total", "Event-log lines 
 
 METRICS: tuple[MetricSpec, ...] = (
     AGENT_UP, AGENT_INFO, AGENT_START, JOB_PHASE, TIME, ROUND, ROUND_INFO, ROUND_START, WORLD_SIZE, WORLD_SIZE_TARGET,
-    WORKERS_RUNNING, RESTARTS, FAULTS_TOTAL, BUDGET, EXITS, STEP, WORKER_STEP, STEPS, STEP_SECONDS, STEPS_PER_SECOND,
+    WORKERS_RUNNING, SPARES, RESTARTS, FAULTS_TOTAL, BUDGET, EXITS, STEP, WORKER_STEP, STEPS, STEP_SECONDS,
+    STEPS_PER_SECOND,
     LAST_PROGRESS, FIRST_STEP, RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINT_FAILED_AT,
     CHECKPOINTS_SKIPPED, CHECKPOINT_STEP, CHECKPOINT_TIME, CHECKPOINT_BYTES, CHECKPOINT_SECONDS, CHECKPOINT_INTERVAL,
     CHECKPOINTS_DROPPED, CHECKPOINT_WRITTEN, SNAPSHOT_STEP, SNAPSHOT_TIME, DONOR_RESUMES, DONOR_STEPS,
     LAUNCHER_STARTS, HANG_SUSPICIONS, HANGS_TOTAL, LAST_HANG, HANG_DETECTION, STRAGGLER_RATIO, STUCK_PROCESSES,
-    STORE_UP, STORE_OUTAGES, LEASE,
-    LEASE_RENEWAL, LINES_LOST,
+    STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LINES_LOST,
 )  # fmt: skip

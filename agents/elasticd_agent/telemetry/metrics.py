@@ -2,6 +2,12 @@
 
 Each job has a registry of its own, and prometheus_client is imported only with a metrics port (61 ms). One thread
 records, `lease` may come from another, and others render.
+
+Every series has a bounded number of label values: ranks that are slow are at most MAX_STRAGGLERS, and causes come from
+a list. A job that restarts a thousand times has as many series as one that never did.
+
+Counters never fall, whatever process counts: what an event log or a tracker reports is exported as an increase since
+the last scrape, and a smaller total changes nothing.
 """
 
 from __future__ import annotations
@@ -151,6 +157,9 @@ class Metrics:
         self._series(names.WORKERS_RUNNING).set(workers)
         self._series(names.LAUNCHER_STARTS, "warm" if warm else "cold").inc()
 
+    def spares(self, slots: int) -> None:
+        self._series(names.SPARES).set(slots)
+
     def worker_exited(self, kind: str) -> None:
         """`kind`: one of EXIT_KINDS, else KeyError."""
         self._series(names.EXITS, {known: known for known in names.EXIT_KINDS}[kind]).inc()
@@ -223,7 +232,7 @@ class Metrics:
         self._series(names.HANG_SUSPICIONS).inc()
 
     def hang_detected(self, cause: str, seconds: float, culprit: str = "") -> None:
-        """`cause`: one of hangs.causes.CAUSES, else KeyError."""
+        """Count a hang by its cause and the node that caused it. `cause`: one of hangs.causes.CAUSES, else KeyError."""
         culprit = self._count_culprit(names.HANGS_TOTAL, {known: known for known in HANGS}[cause], culprit)
         self._series(names.LAST_HANG, cause, culprit).set(time.time())
         self._series(names.HANG_DETECTION).observe(seconds)

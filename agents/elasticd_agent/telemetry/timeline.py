@@ -2,8 +2,17 @@
 
 `JobTimeline` reduces typed events one by one: those of the log on the disk, which survives its writer, or those of a
 running job as they happen. What `elasticd status` and the pages tell of the past are views of it. The goodput is not
-computed again here: every line has the writer's own split of the time (`spent`), which the metrics show, too. A
-bounded number of rounds and points is kept."""
+computed again here: every line has the writer's own split of the time (`spent`), which the metrics show, too. A bounded
+number of rounds and points is kept.
+
+One reducer, since two would differ. A round's cost, its lost steps and its cause are defined here and nowhere else, so
+the page, `status`, `explain` and the result of a job say the same. The order of lines is that of the log; times are
+those of the writer's clock, and no line of another node is compared with them.
+
+A log may have been written by several processes one after the other: a runner that was replaced continues the file, and
+counts its time from zero. A line whose total began after the newest line belongs to such a process, and the sums
+continue from there.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +32,14 @@ MAX_ROUNDS = 1000
 MAX_POINTS = 512
 """The points of a number that the script logs; of more, every second one is dropped."""
 MAX_NAME_CHARS = 64
+LATE_LINE_S = 60.0
+"""A line of an event that a worker reports late has the time of the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundStatus(Record):
+    """One round: who was in it, why it began, what it cost, and from which state it resumed."""
+
     round: int
     at: float = 0.0
     world_size: int = 0
@@ -56,6 +69,7 @@ class RoundStatus(Record):
 
     @property
     def planned(self) -> bool:
+        """True for a round that follows no fault."""
         return self.cause in PLANNED_CAUSES and not self.lost_nodes
 
     @property
@@ -112,6 +126,7 @@ class JobTimeline:
     _spent_before: TimeSplit = field(default_factory=TimeSplit)  #: the time of processes that wrote this log earlier
 
     def feed(self, line: LogLine) -> None:
+        """Take one line of the log, in its order."""
         event, at = line.event, line.wall
         if self.began_at is None:
             self.began_at = at
@@ -154,13 +169,19 @@ class JobTimeline:
         """
         if self._spent is None:
             return None
-        split, at = self._spent
+        time, at = self.time, self._spent[1]
         more_s = max(0.0, (self.ended_at if self.ended_at is not None else now) - at)
-        useful = self._spent_before.useful + split.useful + (more_s if split.state == "useful" else 0.0)
-        total = self._spent_before.total + split.total + more_s
-        return useful / total if useful else None
+        useful = time.useful + (more_s if time.state == "useful" else 0.0)
+        return useful / (time.total + more_s) if useful else None
+
+    @property
+    def time(self) -> TimeSplit:
+        """The split of the time of all processes that wrote this log, until the newest line."""
+        before, last = self._spent_before, TimeSplit() if self._spent is None else self._spent[0]
+        return TimeSplit(before.useful + last.useful, before.lost + last.lost, before.idle + last.idle, last.state)
 
     def newest(self) -> RoundStatus | None:
+        """Return the newest round, None before the first."""
         return next(reversed(self.rounds.values()), None)
 
     def history(self, now: float) -> list[RoundStatus]:
@@ -184,6 +205,9 @@ class JobTimeline:
         return priced
 
     def _lost_steps(self, before: RoundStatus, after: RoundStatus) -> int | None:
+        """Return how many steps `after` trained again; None where the script does not say from
+        which step it resumed.
+        """
         if after.first_step is None or before.last_step is None:
             return None
         # A script that counts its steps from 1 in every process does not report the step it resumed from.
@@ -191,12 +215,12 @@ class JobTimeline:
         return None if resumed is None else max(0, before.last_step - resumed)
 
     def _add_time(self, split: TimeSplit, at: float) -> None:
-        # Another process continues the log and counts from zero: it began after the newest line.
-        if self._spent is not None and at - split.total > self._spent[1]:
-            before, last = self._spent_before, self._spent[0]
-            self._spent_before = TimeSplit(
-                before.useful + last.useful, before.lost + last.lost, before.idle + last.idle
-            )
+        # Another process continues the log and counts from zero: it began after the newest line, or the time of day was
+        # set back meanwhile.
+        if self._spent is not None and (
+            at - split.total > self._spent[1] or split.total < self._spent[0].total - LATE_LINE_S
+        ):
+            self._spent_before = self.time
         self._spent = split, at
 
     def _on_round(self, event: events.RoundPublishedEvent, at: float) -> None:

@@ -2,6 +2,11 @@
 
 A TCPStore is never reused: a group that starts in the store of the one before it finds the dead group's addresses.
 torch is imported inside functions only, because the agent's modules must import without it.
+
+The handler implements torch's `RendezvousHandler`, so its methods, their order and their exceptions are torch's.
+`next_rendezvous` blocks until a round is formed; `num_nodes_waiting` is polled and answers from memory; `shutdown` ends
+the job for all nodes. Errors of the store become RendezvousConnectionError, which torchrun treats as a reason to end,
+and not as a membership change.
 """
 
 from __future__ import annotations

@@ -6,6 +6,18 @@ participant's own keeps the lease, reads the job after each change and stores wh
     /elasticd/v1/jobs/<id>/torchrun/nodes/<node>.<n>   Candidate, under the node's lease; n: its n-th registration
     /elasticd/v1/jobs/<id>/torchrun/round              TorchrunRound, by compare-and-swap only
     /elasticd/v1/jobs/<id>/torchrun/closed             JobClosed; it and the round are deleted RETENTION_S later
+
+There is no leader. Every candidate reads the same keys and computes the same next round; the first to swap it in wins,
+and the others read it. A lost swap costs one read. So any node may die at any moment, and no take-over is needed.
+
+A node registers under a name that was never used before (`<node>.<n>`). A request whose answer was lost may have made
+the earlier registration; it expires with its lease, and the newest registration of a node is the one that counts.
+
+Changes are read by one node only. A thousand nodes that join would each read a thousand records a thousand times, so
+the first of the join queue follows every change, and the others read when a round is published, or seldom.
+
+During an outage of the store nothing is known, so no membership change is reported and workers train on. After it, a
+node counts as missing only when every live node has had the time to register again (`_is_settled`).
 """
 
 from __future__ import annotations
@@ -48,11 +60,15 @@ MAX_LEASE_FACTOR = 8
 
 @dataclass(frozen=True, slots=True)
 class JobClosed(Document):
+    """The end of the job for all nodes, and the node that closed it."""
+
     closed_by: str
 
 
 @dataclass(frozen=True, slots=True)
 class JoinTimedOut:
+    """The reason for which no round was formed in time."""
+
     why: str
 
 
@@ -214,6 +230,7 @@ class Participant:
     # The thread:
 
     def _run(self) -> None:
+        """Take turns until the end, sooner after a change, and withdraw the registration then."""
         while not self._stopping:
             self._wake.clear()
             try:
@@ -370,6 +387,7 @@ class Participant:
             self._log(f"round {proposal.number}, {len(proposal.members)} node(s), rank 0 on {proposal.members[0].node}")
 
     def _on_outage(self, error: StoreUnavailable) -> None:
+        """Note an outage with its reason, once."""
         with self._changed:
             if self._down_since is None:
                 self._log(f"the store does not answer, which restarts nothing: {error}")

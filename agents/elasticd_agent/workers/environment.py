@@ -7,6 +7,7 @@ MASTER_ADDR when the round's store is on another node.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,19 @@ def nccl_environment(given: Mapping[str, str], directory: Path, torch: tuple[int
         value_set = next((given[name] for name in names if name in given), value)
         settings |= dict.fromkeys(names[known], value_set)
     return {name: value for name, value in settings.items() if name not in given}
+
+
+RAS_PORT = 28028
+"""NCCL's default."""
+
+
+def ras_port(env: Mapping[str, str]) -> int:
+    """The port at which NCCL's RAS answers on the loopback; 0: it does not, or only elsewhere."""
+    if env.get("NCCL_RAS_ENABLE", "1").strip() == "0":
+        return 0
+    host, _, port = env.get("NCCL_RAS_ADDR", f"localhost:{RAS_PORT}").rpartition(":")
+    local = host.strip("[]") in ("localhost", "127.0.0.1", "::1")
+    return int(port) if local and re.fullmatch(r"\d{1,5}", port) and int(port) < 1 << 16 else 0
 
 
 def flight_recorder(env: Mapping[str, str], rank: int) -> tuple[Path, Path] | None:

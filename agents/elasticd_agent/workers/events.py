@@ -84,7 +84,16 @@ class NewcomerEnded:
     """The process that was released ahead on `slot` has ended before its entry."""
 
     slot: int
-    why: str  #: "" where it was ended by us
+    why: str  #: "" where the agent has no use for it any more
+    is_late: bool = False  #: it was killed, since it did not come there in time
+    is_refused: bool = False  #: the script's use of the library, which another process would repeat
+
+
+@dataclass(frozen=True, slots=True)
+class NewcomerLost:
+    """The process that waited at its entry on `slot` for its first round has died."""
+
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +105,5 @@ class ProcessReaped:
 
 OwnerEvent = (
     Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped
-    | GroupEntered | NewcomerReady | NewcomerEnded
+    | GroupEntered | NewcomerReady | NewcomerEnded | NewcomerLost
 )  # fmt: skip

@@ -1,4 +1,8 @@
-"""The groups of one job on this node as its manager knows them: to be started, running, parked; their heartbeats."""
+"""The groups of one job on this node as its manager knows them: to be started, running, parked; their heartbeats.
+
+They say what a start waits for, which processes a group has, and which of them are kept for the next round. The manager
+moves them; the owner, in another process, has the processes themselves.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,9 @@ class WorkerGroup:
     entered: set[int] = field(
         default_factory=set
     )  #: local ranks of workers that could leave the round in their process
+    ever_entered: set[int] = field(default_factory=set)  #: also those that have left their training since
     exited: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)  #: by themselves, before some were to be kept
     keep: tuple[int, ...] = ()  #: local ranks that are to be kept at its end
 
 
@@ -81,6 +87,8 @@ class Newcomers:
     released: dict[int, dict[int, WorkerSpec]] = field(default_factory=dict)  #: by the name of the group
     by_pid: dict[int, tuple[int, WorkerSpec]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)  #: pids and names of groups that we have ended
+    due: dict[int, float] = field(default_factory=dict)  #: when each has to be at its entry, by pid
+    late: dict[int, float] = field(default_factory=dict)  #: those that we have ended for that, with the time they had
 
     @property
     def slots(self) -> set[int]:

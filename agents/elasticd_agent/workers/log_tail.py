@@ -4,6 +4,21 @@ Workers write into the files themselves, so the console, this thread and the age
 are also the buffer: output that the console does not take yet is read later. A file above its limit is copied to
 `<name>.1` and truncated, as by logrotate's copytruncate; output between the last copy and the truncation, microseconds,
 is lost. Bytes pass unchanged, whatever their encoding.
+
+One thread serves all files of a job. It polls, as torchrun does: ten looks a second are as quick as a
+reader. Each look is bounded: a file gives at most one piece a
+turn, so a worker that prints without end delays the others by a moment only.
+
+Order matters more than speed. A round's last lines, which hold the traceback that explains the restart, come before the
+next round's first. While a finished round still has something to show, later rounds wait, for `FINISH_S` at most, so
+that a console that nobody reads does not hold up the sight of a running job for ever.
+
+A line belongs to one worker. Pieces end with a line, and with a prefix each line has its own, so lines of two workers
+never mix. A line longer than a piece is shown in parts.
+
+A file without a limit would fill the disk and end the job. Above its limit it is copied and truncated where it is,
+since the worker holds its descriptor open and appends. If the copy fails, the output is dropped: the job is worth more
+than its log.
 """
 
 from __future__ import annotations
@@ -103,6 +118,7 @@ class TailedFile:
         self._send()
 
     def _read(self, outlet: NonBlockingWriter, size: int) -> bool:
+        """Read the next piece and pass it on. True if there is more to read at once."""
         if outlet.broken and self._filter is None:
             self._position = size
         if self._position >= size or outlet.room() < _CHUNK:
@@ -146,6 +162,7 @@ class TailedFile:
                 os.close(fd)
 
     def _rotate(self) -> None:
+        """Copy the file to its backup and truncate it. What was not shown yet is mentioned with its size and place."""
         size = os.fstat(self._fd).st_size
         backup = _rotated_path(self._path)
         try:
@@ -187,7 +204,7 @@ def _rotated_path(path: Path) -> Path:
 
 
 class LogTailer:
-    """Files are followed from `follow` until they are read to their end after `finish`, or `close`."""
+    """The thread that follows files, from `follow` until they are read to their end after `finish`, or `close`."""
 
     def __init__(self, outlets: Iterable[NonBlockingWriter] = (), interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
@@ -203,6 +220,7 @@ class LogTailer:
         self._thread.start()
 
     def follow(self, file: TailedFile) -> None:
+        """Follow a file from the next turn on."""
         with self._lock:
             self._files.append(file)
 
@@ -229,6 +247,9 @@ class LogTailer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Take turns until the end. Without anything to show, a turn follows after `interval_s`, or when a reader has
+        room.
+        """
         while True:
             self._wake.clear()
             with self._lock:
@@ -245,6 +266,7 @@ class LogTailer:
                 self._wake.wait(self._interval_s)
 
     def _turn(self, files: list[TailedFile], ending: dict[int, float]) -> bool:
+        """Look at every file once. True if there may be more to show at once."""
         more, gone, oldest_behind = False, [], None
         for file in files:
             try:

@@ -173,7 +173,10 @@ class WorkerFiles:
 
 
 class JobLogs:
-    """Belongs to the deciding thread; slow operations run on the tailer's."""
+    """The output files of a job's workers on this node, of all its rounds, and what the console shows of them.
+
+    It belongs to the deciding thread; slow operations run on the tailer's.
+    """
 
     def __init__(
         self,
@@ -236,6 +239,7 @@ class JobLogs:
         return self._directory.rank_dir(number, 0).with_name("evidence")
 
     def group_ended(self, number: int) -> None:
+        """Have the round's files read to their end, and closed then."""
         if self._tail is not None:
             self._tail.finish(number)
 
@@ -247,6 +251,9 @@ class JobLogs:
             self._directory.close()
 
     def _without_files(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
+        """Return a worker's output without log files: inherited, or discarded where nobody reads it or the rank is not
+        shown.
+        """
         shown = self._spec.local_ranks_filter is None or local_rank in self._spec.local_ranks_filter
         out, err = (None if shown and not self._outlets[which].reader_gone() else os.devnull for which in STREAM_NAMES)
         error_dir = self._runtime / f"round-{number}"
@@ -265,6 +272,7 @@ class JobLogs:
         return str(stream.path)
 
     def _followed(self, which: Streams, number: int, rank: int, stream: OutputTarget, path: Path) -> TailedFile:
+        """Return the followed file of one stream, with its prefix and its filter."""
         spec = self._spec
         needles = spec.duplicate_stdout_filters if which is Streams.OUT else spec.duplicate_stderr_filters
         filter = None

@@ -6,6 +6,20 @@ changes one of them ends in `_advance`, which takes the start as far as it can g
 
 The manager belongs to the deciding thread and never waits: a slow operation returns as a later report, or as a deadline
 in `tick`.
+
+A process of a worker is in one of four places, and in one only:
+- parked: forked from the template, waits for its release, belongs to no round (`_spare`);
+- in a group: released into a round (`_groups`), until it exits or leaves the round;
+- kept: it has left its round, or come to its entry as a newcomer, and waits for the next round with its slot (`_kept`);
+- on its way: a newcomer that runs the script up to its entry (`_newcomers`).
+
+A start takes each worker from where it can be had: the kept process of its slot, else a parked one, else a cold start.
+A kept process that has died since is replaced by the owner without more ado, since only the owner knows at the moment
+of the release. What a round does not name ends: two processes of one slot never wait at the same time.
+
+The owner reports in the order in which things happened, and every request has an answer: Started or Refused, Ended for
+each group, an exit for each process. If the owner is killed, its processes die with it, and the loop builds a new
+manager.
 """
 
 from __future__ import annotations
@@ -41,6 +55,7 @@ from elasticd_agent.workers.events import (
     GroupStarted,
     LauncherReady,
     NewcomerEnded,
+    NewcomerLost,
     NewcomerReady,
     OwnerEvent,
     ProcessReaped,
@@ -68,8 +83,14 @@ from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerMessa
 from elasticd_agent.workers.launcher.requests import LaunchRequests, Preload, WorkerSpec
 from elasticd_agent.workers.warm_launcher import FORK_DEADLINE_S, WarmLauncher
 
+ENTRY_FACTOR = 3.0
+"""A newcomer may take so many times as long to its entry as the workers that began together; they have had the cores
+for themselves."""
+
 
 class WorkersListener(Protocol):
+    """The sentences and events that the manager reports while it handles something else."""
+
     def log(self, sentence: str) -> None: ...
     def on(self, event: LauncherReady, now: float) -> None: ...
 
@@ -86,6 +107,7 @@ class WorkerManager:
         owner: OwnerClient,
         host: str = "127.0.0.1",
         memory: GpuGate | None = None,
+        entry_limit_s: float = 600.0,
     ) -> None:
         """`host` is where the stores of rounds whose rank 0 is here listen: a literal address, "0.0.0.0" or "::"."""
         self._node = node
@@ -108,7 +130,11 @@ class WorkerManager:
         """Groups that have ended except for their store."""
         self._kept: dict[int, KeptWorker] = {}
         """Workers that wait at their entry for the next round, by slot."""
+        self._held_round = 0
+        """The round whose state they may hold."""
         self._newcomers = Newcomers()
+        self._entry_limit_s = entry_limit_s
+        """The time that a newcomer has to come to its entry."""
         self._owner.send(self._requests.writer())
         if preload.cold is None:
             self._launcher.begin()
@@ -233,6 +259,15 @@ class WorkerManager:
             self._owner.send(messages.EndKept([*on_their_way, *(kept.pid for kept in stay.values())]))
         self._kept = stay
 
+    def _end_late_newcomers(self, now: float) -> None:
+        """End those that have not come to their entry. Nobody waits for them, but their slots are out of use."""
+        newcomers = self._newcomers
+        if late := [pid for pid, due in newcomers.due.items() if now >= due]:
+            for pid in late:
+                del newcomers.due[pid]
+                newcomers.late[pid] = self._entry_limit_s
+            self._owner.send(messages.EndKept([], late))
+
     def signal(self, number: int, signum: int, *, save: bool = False, keep: Keep | None = None) -> list[GroupEnded]:
         """Signal every process of the round's group at once. Any signal ends a group that has not started yet.
 
@@ -250,6 +285,15 @@ class WorkerManager:
         if self._start is not None and self._start.round.number == number:
             self._start = None
         return [] if running else [GroupEnded(number)]
+
+    def meets(self, number: int) -> bool:
+        """Workers of the round have kept their process, and some of these do not train yet."""
+        return any(
+            pid and at not in group.ever_entered
+            for group in self._groups.values()
+            if group.round.number == number
+            for at, pid in enumerate(group.kept)
+        )
 
     def find_worker(self, pid: int) -> tuple[int, int] | None:
         """Round and rank of the worker that is this process, or whose tree or session it belongs to."""
@@ -280,11 +324,12 @@ class WorkerManager:
 
     def flush(self) -> None:
         """No round follows: write the newest state in memory. FlushStarted and Flushed follow."""
-        self.end_kept()
-        self._owner.send(messages.Flush())
+        self._newcomers.end(self._newcomers.slots)
+        self._owner.send(messages.Flush(self._held_round if self._kept else 0))
+        self._kept = {}
 
     def close(self) -> None:
-        """End the owner and every process it has."""
+        """End the owner and every process it has, bounded by the owner's own deadlines."""
         self._owner.close()
 
     def tick(self, now: float) -> float | None:
@@ -303,8 +348,9 @@ class WorkerManager:
                 self._execute(start)
         if (overdue := self._memory.overdue(now)) is not None:
             self.memory_checked(overdue)
+        self._end_late_newcomers(now)
         self._advance()
-        deadlines = [self._memory.due, self._launcher.preload_deadline()]
+        deadlines = [self._memory.due, self._launcher.preload_deadline(), *self._newcomers.due.values()]
         if self._start is not None:
             deadlines.append(self._start.deadline)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -312,6 +358,7 @@ class WorkerManager:
     # --- reports of the owner --------------------------------------------------------------------------------------
 
     def handle(self, received: OwnerMessage) -> list[OwnerEvent]:
+        """Turn one report of the owner into events, and take a waiting start as far as it can go now."""
         events = self._events_of(received.report)
         self._advance()
         return events
@@ -338,14 +385,16 @@ class WorkerManager:
             case messages.ReleasedAhead(name, pids):
                 workers = self._newcomers.released.pop(name, {})
                 self._newcomers.by_pid.update(zip(pids, workers.items(), strict=True))
+                self._newcomers.due.update(dict.fromkeys(pids, time.monotonic() + self._entry_limit_s))
                 if name in self._newcomers.ended:
                     self._newcomers.ended.update(pids)
                     self._newcomers.ended.discard(name)
                 self._memory.track(pids, list(workers))
             case messages.Waits(pid):
-                if pid not in self._newcomers.by_pid:
+                if pid not in self._newcomers.by_pid or pid in self._newcomers.late:
                     return []
                 slot, worker = self._newcomers.by_pid.pop(pid)
+                self._newcomers.due.pop(pid, None)
                 self._kept[slot] = KeptWorker(pid, f"the new process of slot {slot}", worker, is_new=True)
                 return [NewcomerReady(slot)]
             case messages.KeptExited(pid, status):
@@ -380,10 +429,18 @@ class WorkerManager:
             case messages.Released(_, ranks):
                 return [WorkersReleased(number, ranks)]
             case messages.Entered(_, local_rank):
+                if local_rank not in group.ever_entered:
+                    started_s = time.monotonic() - group.started_at
+                    self._entry_limit_s = max(self._entry_limit_s, ENTRY_FACTOR * started_s)
                 group.entered.add(local_rank)
+                group.ever_entered.add(local_rank)
                 return [GroupEntered(number)] if len(group.entered) == len(group.workers) else []
+            case messages.Left(_, local_rank):
+                group.entered.discard(local_rank)
             case messages.Exited():
                 group.exited.add(report.local_rank)
+                if report.status and not group.keep:
+                    group.failed.add(report.local_rank)
                 return [self._exited(group, report)]
             case messages.RankLostPeer(_, local_rank, text, at):
                 with suppress(ValueError, KeyError, TypeError):
@@ -394,6 +451,11 @@ class WorkerManager:
                 self._report(f"round {number}: {left}: killed, and replaced by a new process")
             case messages.Ended(name, processes, waiting):
                 del self._groups[name]
+                over = group.ever_entered - group.entered - group.failed
+                if group.keep and over:
+                    names = listing(group.round.ranks(self._node)[at] for at in sorted(over))
+                    who = f"train had ended on {plural(len(over), 'rank')} {names}, by a result or an error"
+                    self._report(f"round {number}: {who}: a new process follows, without what it held")
                 self._keep(group, waiting)
                 if group.store_pid and keeps_store(group.round):
                     self._stores.append(name)
@@ -405,24 +467,32 @@ class WorkerManager:
     def _keep(self, group: WorkerGroup, local_ranks: Sequence[int]) -> None:
         """These wait at their entry, unless they are not wanted any more."""
         ranks, slots = group.round.ranks(self._node), self._slots(group.round)
+        self._held_round = group.round.number
         for at in local_ranks:
             self._kept[slots[at]] = KeptWorker(group.pids[at], f"rank {ranks[at]}", group.workers[at])
         if not group.keep:
             self.end_kept()
 
     def _kept_exited(self, pid: int, status: ExitStatus) -> list[OwnerEvent]:
+        """React to the end of a process that waits at its entry, or was on its way there."""
         if pid in self._newcomers.by_pid:
             slot, worker = self._newcomers.by_pid.pop(pid)
+            self._newcomers.due.pop(pid, None)
+            late_s = self._newcomers.late.pop(pid, None)
             if pid in self._newcomers.ended:
                 self._newcomers.ended.discard(pid)
                 return [NewcomerEnded(slot, "")]
+            if late_s is not None:
+                return [NewcomerEnded(slot, f"did not come to session.run within {late_s:.0f} s", is_late=True)]
             report = read_exit_report(worker.heartbeat)
             why = f"{status.text} ({report.type}: {report.message})" if report is not None else status.text
-            return [NewcomerEnded(slot, why)]
+            is_refused = report is not None and report.type.rpartition(".")[2] == "UsageError"
+            return [NewcomerEnded(slot, f"{why} before session.run", is_refused=is_refused)]
         for slot, kept in list(self._kept.items()):
             if kept.pid == pid:
                 del self._kept[slot]
                 self._report(f"{kept.who} {status.text} while it waited for the next round: a new process follows")
+                return [NewcomerLost(slot)] if kept.is_new else []
         return []
 
     def _take_kept(self, round: Round, workers: tuple[WorkerSpec, ...]) -> list[int]:

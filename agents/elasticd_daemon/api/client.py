@@ -2,6 +2,10 @@
 
 Answers are whole and bounded in size and time; every failure is one sentence. It follows no redirect, uses no proxy and
 keeps no connection. The token is in no message and no repr.
+
+Every request is bounded in time and in bytes, the handshake and the body included. An error names the agent's address
+and, where it is known, what to do about it, since the reader is a person at a shell: a wrong scheme, a certificate for
+another name, a socket without access.
 """
 
 from __future__ import annotations
@@ -221,7 +225,9 @@ def fetch_status(client: AgentClient, job: str | None) -> Answer:
 
 
 def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> AgentClient:
-    """The agent at `where`; default: this node's. Raises UsageError."""
+    """Return the agent at `where`; default: this node's. Raises UsageError for an address or a token file that cannot
+    be used.
+    """
     if not where:
         return AgentClient(Path(DEFAULT_SOCKET))
     if where.startswith(("unix:", "/")):

@@ -2,6 +2,9 @@
 
 The history comes from the disk, so it survives every agent. A runner is asked with a deadline, and a file system that
 does not answer delays only the request that reads it. Everything is read-only; a dump is taken by the runner.
+
+It reads what the runner has written and asks the runner itself for what is only in its memory, each within a time limit
+in a thread of its own, since the job's disk may be the one that hangs.
 """
 
 from __future__ import annotations
@@ -95,6 +98,7 @@ class LocalJobs:
             phase=runner.phase or None,
             world_size=runner.world_size or known.world_size,
             members=runner.members,
+            spares=tuple(replace(spare, node=self.node) for spare in runner.spares[:1]),
             step=max(steps, default=None),
             steps_per_second=runner.steps_per_second,
             rounds=() if brief else known.rounds,

@@ -2,6 +2,10 @@
 
 A rank's logs, a job's event log and its evidence are on the nodes the job ran on. The job's Round, its placement and
 its result say where to look first; a node that does not answer is named.
+
+Where nodes disagree, one of them is right by construction, and the merge takes its word: the cost of a fault from the
+node that measured it, the state that was resumed from of rank 0's node, the ranks of the newest round only, all else
+from the node whose knowledge is newest. A node that has left the job still has its older rounds.
 """
 
 from __future__ import annotations
@@ -61,10 +65,17 @@ class ClusterReader:
     peers: Peers
 
     def progress(self, view: ClusterView, job: Submission, nodes: Collection[str], now: float) -> JobProgress | None:
-        """The merged knowledge of the job's nodes, this node's first; None if no node has any."""
+        """Return what the job's nodes know together, this node's first; None if no node has any.
+
+        Nodes that do not answer are in the result, with the reason, if they are the job's own.
+        """
+        placement = views.placement_of(view, job)
+        if not nodes and placement is not None:  # a cancel names no nodes, and its result has no rounds
+            nodes = [assignment.node for assignment in placement.assignments]
         own = self._own_progress(job, now)
         is_member = own is not None and (self.local.node in nodes or (not nodes and bool(own.rounds)))
-        answers = self._peer_progress(view, job, nodes, is_member)
+        left = () if placement is None else placement.previous_nodes  # they have its older rounds
+        answers = self._peer_progress(view, job, nodes, left, is_member)
         rows = [answer for answer in answers.values() if isinstance(answer, JobProgress)]
         rows.sort(key=lambda one: -(one.round or 0))
         if own is not None:
@@ -84,12 +95,10 @@ class ClusterReader:
             return None
 
     def _peer_progress(
-        self, view: ClusterView, job: Submission, nodes: Collection[str], is_member: bool
+        self, view: ClusterView, job: Submission, nodes: Collection[str], left: Collection[str], is_member: bool
     ) -> dict[str, JobProgress | str]:
         # A job that is pending again after it ran has its history on the nodes that had it.
         past = [] if nodes or is_member else self.candidate_nodes(view, job)[:MAX_HISTORY_NODES]
-        placement = views.placement_of(view, job)
-        left = () if placement is None else placement.previous_nodes  # they have its older rounds
         known = addresses(view, dict.fromkeys([*nodes, *past, *left]))
         known.pop(self.local.node, None)
         # Of a thousand nodes' logs most say the same: a few report everything, the rest only their ranks.
@@ -107,7 +116,11 @@ class ClusterReader:
         return {node: answer if isinstance(answer, str) else _decoded(answer) for node, answer in answers.items()}
 
     def logs(self, view: ClusterView, job: Submission, current: Round | None, request: LogRequest) -> LogChunk:
-        """`current`: the job's current Round, if known. Raises NotFound, NodesUnavailable."""
+        """Return a piece of a rank's log from the node that has it.
+
+        `current` is the job's current Round, if known: it names the node of the rank. Raises NotFound,
+        NodesUnavailable.
+        """
         owner = _node_of_rank(current, request)
         candidates = [*owner, *self.candidate_nodes(view, job, current)]
         nodes = [request.node] if request.node else list(dict.fromkeys(candidates))
@@ -246,6 +259,7 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
         donor_steps=max(row.donor_steps for row in rows),
         rounds=_merged_rounds(rows),
         ranks=_merged_ranks(rows),
+        spares=tuple(spare for row in sorted(rows, key=lambda row: row.node) for spare in row.spares),
         step_samples=min(samples, key=lambda one: one[0], default=()),
         scalars=_merged_scalars(rows),
         gpus=tuple(gpu for row in sorted(rows, key=lambda row: row.node) for gpu in row.gpus),

@@ -1,6 +1,14 @@
 """The HTTP API: each method and path of docs/http.md, the JobService call behind it, and its JSON.
 
 An invalid request is a 4xx with a sentence, an outage of the store a 503, of another node's agent a 504.
+
+The routes hold no rules: who may call is the server's and the authenticator's concern, what a call does is
+JobService's. What is left is the translation of a request into arguments, each decoded strictly, and of an exception
+into a status. A name that is given twice, or a query that is none, is refused on every path, since two readers could
+understand it differently.
+
+Routes under /v1/local are for other agents. They answer from this node's files, without the store, so the logs of a job
+can be read while the store is away.
 """
 
 from __future__ import annotations
@@ -84,6 +92,7 @@ class ApiRoutes:
         return replace(error_response(denied.code, denied.why), headers=headers.get(denied.code, ()))
 
     def answer(self, request: HttpRequest) -> HttpResponse:
+        """Return the response to a request, with the status that belongs to its error."""
         try:
             _query(request)  # an invalid query is refused on every path
             return self.table.answer(request)
@@ -106,9 +115,6 @@ class ApiRoutes:
         query = _query(request)
         name, token = query.get("id") or None, query.get("token", "")
         return json_response(self.service.submit(request.body, kind, name, request.requested_by, token), 201)
-
-    def _logs(self, request: HttpRequest, job: str) -> HttpResponse:
-        return _log_response(self.service.logs(job, _asked(request, LogRequest)))
 
     def _explain(self, request: HttpRequest, job: str) -> HttpResponse:
         return json_response(self.service.explain(job, _asked(request, _OfRound).round))
@@ -150,6 +156,7 @@ def _job_file_type(request: HttpRequest) -> FileFormat:
 
 
 def _query(request: HttpRequest) -> dict[str, str]:
+    """Return the query as names and values. Raises HttpError for one that is not NAME=VALUE, or has a name twice."""
     text = request.query
     try:
         pairs = parse_qsl(

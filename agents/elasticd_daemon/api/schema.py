@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Record
+from elasticd_agent.model.phrases import listing, plural
 from elasticd_agent.telemetry.timeline import CheckpointStatus as CheckpointStatus
 from elasticd_agent.telemetry.timeline import RoundStatus as RoundStatus
 from elasticd_agent.telemetry.timeline import ScalarSeries as ScalarSeries
@@ -27,6 +28,8 @@ StepSample = tuple[float, int, int]
 
 @dataclass(frozen=True, slots=True)
 class RankProgress(Record):
+    """One rank as the runner on its node sees it."""
+
     rank: int
     node: str = ""
     slot: int | None = None
@@ -40,6 +43,8 @@ class RankProgress(Record):
 
 @dataclass(frozen=True, slots=True)
 class MemberSlots(Record):
+    """The slots of one node that take part."""
+
     node: str
     slots: tuple[int, ...] = ()
 
@@ -53,6 +58,7 @@ class JobProgress(Record):
     phase: str | None = None
     world_size: int | None = None
     members: tuple[MemberSlots, ...] = ()
+    spares: tuple[MemberSlots, ...] = ()  #: slots beside the members' that are ready to take a lost rank's place
     restarts: int | None = None
     step: int | None = None
     steps_per_second: float | None = None
@@ -71,6 +77,13 @@ class JobProgress(Record):
     runner_problem: str = ""  #: why the runner on `node` did not answer
 
     @property
+    def spare_names(self) -> list[str]:
+        """Each spare in words: "gpu-9", or "slot 4 of gpu-1" where that node takes part."""
+        members = {member.node for member in self.members}
+        slots = [(one.node, f"{plural(len(one.slots), 'slot')} {listing(one.slots)} of ") for one in self.spares]
+        return [f"{where if node in members else ''}{node}" for node, where in slots]
+
+    @property
     def newest_round(self) -> RoundStatus | None:
         return self.rounds[-1] if self.rounds else None
 
@@ -81,10 +94,13 @@ class Requested(Record):
 
     nodes: tuple[int, int]
     slots: tuple[int, int]
+    spares: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JobSummary(Record):
+    """A job in a list: its place, its state and the reason for it."""
+
     job: str
     number: int = 0
     state: str = ""
@@ -105,15 +121,19 @@ class JobSummary(Record):
 
     @property
     def ended(self) -> bool:
+        """True once the job has an end."""
         return self.ended_at is not None
 
     @property
     def max_workers(self) -> int | None:
+        """The most workers that the job may have, None if that is not known."""
         return None if self.requested is None else self.requested.nodes[1] * self.requested.slots[1]
 
 
 @dataclass(frozen=True, slots=True)
 class AssignmentStatus(Record):
+    """One node that the scheduler has given to a job, and how far the job is there."""
+
     node: str
     slots: tuple[int, ...] = ()
     state: str = ""
@@ -122,6 +142,8 @@ class AssignmentStatus(Record):
 
 @dataclass(frozen=True, slots=True)
 class JobStatus(JobSummary):
+    """A job with everything that its nodes know about it."""
+
     assignments: tuple[AssignmentStatus, ...] = ()
     progress: JobProgress | None = None  #: none while no node knows anything
     file: str = ""  #: the job file as JSON, without the values of `env`; "" once its records are removed
@@ -140,6 +162,8 @@ class JobStatus(JobSummary):
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary(Record):
+    """A node in a list: its slots, what runs there, and why it takes no work."""
+
     node: str
     state: str = ""
     slots: int = 0

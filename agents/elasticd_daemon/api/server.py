@@ -1,4 +1,13 @@
-"""The agent's two listeners, a unix socket and a TCP port, with the same routes behind both."""
+"""The agent's two listeners, a unix socket and a TCP port, with the same routes behind both.
+
+The socket is for people and programs on this machine: the kernel says who they are, so no secret is needed, and the
+mode of the socket keeps others out. The port is for other nodes, browsers and Prometheus: it asks for a token, and what
+needs none is what a prober needs. Both have the same limits, each for itself, so a flood of the port leaves the socket
+usable.
+
+The socket's file is removed and made anew at each start. A file there that is not a socket, or a socket that answers,
+is never removed: it is another program's.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +64,7 @@ class ApiServer:
             raise
 
     def _start(self, listener: HttpServer) -> None:
+        """Take a listener into service; `close` will end it."""
         self.listeners.append(listener)
         listener.start()
 
@@ -75,6 +85,7 @@ class _UnixServer(HttpServer):
     allow_reuse_address = False
 
     def server_bind(self) -> None:
+        """Bind the socket and set its group and mode before any client can connect."""
         assert isinstance(self.authenticator, PeerCredentialAuth)
         path = Path(self.server_address)  # type: ignore[arg-type]
         # No client can connect before the socket listens, so its mode is set in time.
@@ -177,6 +188,7 @@ class Certificates:
         return self._context
 
     def _load(self) -> ssl.SSLContext:
+        """Load certificate and key. Raises UsageError, naming both files."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:

@@ -2,6 +2,13 @@
 
 Every method may be called from any thread and ends within a deadline. None waits for the node loop, which reads from
 the store what is written here, as on every other node.
+
+What is asked of other nodes is bounded by their number and by time: each answers for itself, those that do not answer
+in time are named with the reason, and the rest of the answer stands. A page about a job on a thousand nodes is thus
+complete except for the nodes that are down, and never waits for them.
+
+Writes are those of the scheduler's queue, by compare-and-swap. A submission that is sent twice, because its answer was
+lost, is recognised by its token and made once.
 """
 
 from __future__ import annotations
@@ -69,7 +76,9 @@ class JobService:
         return JobList.of(view, now), views.nodes(view, now), problems
 
     def job(self, name: str) -> JobStatus:
-        """Raises NotFound."""
+        """Return a job's status: its place in the queue or in the cluster, its rounds and its
+        ranks. Raises NotFound.
+        """
         view, submission = self._find_job(name)
         now = self.clock()
         summary = JobList.of(view, now).by_name[name]
@@ -114,6 +123,7 @@ class JobService:
             grow=job.grow != "never",
             labels=job.node_labels,
             priority=job.priority,
+            spares=job.spares,
         )
         return request, name_of(job.command[0], job.module)
 
@@ -128,9 +138,10 @@ class JobService:
             raise Conflict(f"{name} has {count(len(own), 'unfinished job')}: [limits] jobs_per_submitter is {most}")
 
     def _check_made(self, made: Submission, by: str) -> None:
-        """Raises Conflict, with `made` cancelled, if other agents have let in others of its submitter meanwhile.
+        """Check the limit of jobs once more after the submission was written.
 
-        Each agent looks after it has written, so the last one sees all, and no more than the limit stay.
+        Raises Conflict, with `made` cancelled, if other agents have let in others of its submitter meanwhile. Each
+        agent looks after it has written, so the last one sees all, and no more than the limit stay.
         """
         most = self.limit()
         if most is None:
@@ -163,7 +174,7 @@ class JobService:
         return views.nodes(self._view(problems.append), self.clock()), problems
 
     def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> NodeSummary:
-        """Raises NotFound."""
+        """Give a node no new jobs; with `drain`, have its jobs leave it. Raises NotFound."""
         self._node(node)
         job_queue.cordon(self.store, node, drain, reason, by, self.clock())
         return self._node(node)

@@ -223,7 +223,9 @@ def _summaries(
         yield JobSummary(
             *key,
             requested=Requested(
-                (submission.min_nodes, submission.max_nodes), (submission.min_slots, submission.max_slots)
+                (submission.min_nodes, submission.max_nodes),
+                (submission.min_slots, submission.max_slots),
+                submission.spares,
             ),
             submitted_at=submission.submitted_at,
             age_seconds=_elapsed(submission.submitted_at, now),

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from elasticd_agent.config.command_parser import CommandParser
+from elasticd_agent.model.phrases import visible
 from elasticd_daemon.cli import tables
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.load import DEFAULT_FILE, load
@@ -28,8 +29,7 @@ def doctor(argv: Sequence[str]) -> int:
     else:
         words = {"passed": "passed", "failed": "FAILED", "skipped": "skipped"}
         rows = [
-            (result.check, words[result.outcome], f"{result.seconds:.2f}", tables.visible(result.why))
-            for result in results
+            (result.check, words[result.outcome], f"{result.seconds:.2f}", visible(result.why)) for result in results
         ]
         print(tables.table(("CHECK", "RESULT", "SECONDS", "WHY"), rows), end="")
     return 0 if healthy else 1

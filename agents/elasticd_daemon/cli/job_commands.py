@@ -30,7 +30,7 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model.agent_address import AGENT_VARIABLE
 from elasticd_agent.model.job import without_python
-from elasticd_agent.model.phrases import is_are
+from elasticd_agent.model.phrases import is_are, visible
 from elasticd_daemon.api.client import (
     AgentClient,
     Reply,
@@ -70,7 +70,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     try:
         return _COMMANDS[name](client, options)
     except (RequestFailed, Unreachable) as error:
-        print(f"elasticd {name}: {tables.visible(str(error))}", file=sys.stderr)
+        print(f"elasticd {name}: {visible(str(error))}", file=sys.stderr)
         return 1
 
 
@@ -108,7 +108,7 @@ def _job_of(options: argparse.Namespace) -> bytes:
     for name in _JOB_OPTIONS:
         value = getattr(options, name)
         if value is not None:
-            job[name] = _checkpoint_dir(value) if name == "checkpoint_dir" else value
+            job[name] = str(Path.cwd() / value) if name == "checkpoint_dir" and "://" not in value else value
     if options.env is not None:
         job["env"] = dict(options.env)
     return json.dumps(job).encode()
@@ -125,10 +125,6 @@ def _check_is_script(command: Sequence[str]) -> None:
     if name and "/" not in name and not name.endswith(".py") and not Path(name).exists() and shutil.which(name):
         instead = shlex.join(["elasticd", "submit", "--no-python", "--", *command])
         raise UsageError(f"{name!r} is a program, not a script of this directory; write: {instead}")
-
-
-def _checkpoint_dir(given: str) -> str:
-    return given if "://" in given else str(Path.cwd() / given)
 
 
 def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, data: bytes, kind: str) -> int:
@@ -150,7 +146,7 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
         print(f"elasticd submit: the end of rank {rank}'s stderr:", file=sys.stderr)
         with contextlib.suppress(RequestFailed):  # it has written nothing
             _follow(client, LogQuery(job, rank, ("stderr",), None, None, _FAILURE_LINES, False), "submit")
-    end = ": ".join(tables.visible(word) for word in (job, ended.state, ended.reason))
+    end = ": ".join(visible(word) for word in (job, ended.state, ended.reason))
     print(f"elasticd submit: {end}", file=sys.stderr)
     return 0 if ended.state == "succeeded" else 1
 
@@ -206,7 +202,7 @@ def _logs(client: AgentClient, options: argparse.Namespace) -> int:
 
 
 def _follow(client: AgentClient, query: LogQuery, command: str) -> None:
-    log = lambda sentence: print(f"elasticd {command}: {tables.visible(sentence)}", file=sys.stderr)  # noqa: E731
+    log = lambda sentence: print(f"elasticd {command}: {visible(sentence)}", file=sys.stderr)  # noqa: E731
     LogFollower(client, query, sys.stdout.buffer, sys.stderr.buffer, log).run()
 
 
@@ -235,13 +231,12 @@ def _open(client: AgentClient, options: argparse.Namespace) -> int:
 
 
 def _dump(client: AgentClient, options: argparse.Namespace) -> int:
-    reply = client.post(f"{job_path(options.job)}/dump", within_s=EVIDENCE_TIMEOUT_S)
-    return _evidence(options, reply.result())
+    return _evidence(options, client.post(f"{job_path(options.job)}/dump", within_s=EVIDENCE_TIMEOUT_S).result())
 
 
 def _explain(client: AgentClient, options: argparse.Namespace) -> int:
-    reply = client.get(f"{job_path(options.job)}/explain", {"round": options.round}, EVIDENCE_TIMEOUT_S)
-    return _evidence(options, reply.result())
+    path, query = f"{job_path(options.job)}/explain", {"round": options.round}
+    return _evidence(options, client.get(path, query, EVIDENCE_TIMEOUT_S).result())
 
 
 _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
@@ -272,7 +267,7 @@ def _show(options: argparse.Namespace, found: Answer, page: Callable[[Answer], s
 
 def _print_problems(found: Answer) -> None:
     for sentence in found.get("problems") or []:
-        print(f"elasticd: {tables.visible(str(sentence))}", file=sys.stderr)
+        print(f"elasticd: {visible(str(sentence))}", file=sys.stderr)
 
 
 def _evidence(options: argparse.Namespace, found: Answer) -> int:
@@ -282,8 +277,8 @@ def _evidence(options: argparse.Namespace, found: Answer) -> int:
     explained.sort(key=lambda row: row.get("document", {}).get("verdict") is None)
     for row in rows:
         if row not in explained:
-            why = tables.visible(str(row.get("error", "no reason given")))
-            print(f"elasticd: {tables.visible(str(row.get('node')))}: {why}", file=sys.stderr)
+            why = visible(str(row.get("error", "no reason given")))
+            print(f"elasticd: {visible(str(row.get('node')))}: {why}", file=sys.stderr)
     if options.json:
         plain = [{key: value for key, value in row.items() if key != "page"} for row in rows]
         print(json.dumps({**found, "nodes": plain}, indent=2, ensure_ascii=False), flush=True)

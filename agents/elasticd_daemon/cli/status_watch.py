@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from elasticd.errors import WireError
+from elasticd_agent.model.phrases import visible
 from elasticd_daemon.api.client import AgentClient, RequestFailed, Unreachable, fetch_status
 from elasticd_daemon.api.schema import Answer, JobStatus
 from elasticd_daemon.cli import tables
@@ -114,7 +115,7 @@ def follow(
                 raise
             if not as_json:
                 age = tables.age(clock() - answered_at)
-                show(f"elasticd: as of {age} ago: {tables.visible(str(error))}\n\n{page}")
+                show(f"elasticd: as of {age} ago: {visible(str(error))}\n\n{page}")
         if ended:
             return 0
         sleep(every_s)

@@ -1,17 +1,19 @@
 """The agents' answers -> tables and pages of plain text. Pure.
 
 Columns are aligned; the reason comes last and is never wrapped or cut. Control characters in text of jobs are escaped.
+
+What a person sees is made of typed answers only, and every text that a job or another user has chosen passes `visible`
+on the way: a job's name may hold escape sequences, and a terminal that shows it must not obey them.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from elasticd_agent.model.phrases import count, plural, ranges
+from elasticd_agent.model.phrases import count, plural, ranges, visible, with_reason
 from elasticd_daemon.api.schema import (
     AssignmentStatus,
     JobProgress,
@@ -23,7 +25,6 @@ from elasticd_daemon.api.schema import (
 from elasticd_daemon.dashboard.status import condition, facts, problem
 from elasticd_daemon.records import submitter
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SHOWN_NODES = 3
 SHOWN_RANKS = 64
 """The ranks that are shown: those with the oldest progress."""
@@ -37,6 +38,7 @@ _NAME = 11
 
 
 def jobs(rows: Sequence[JobSummary]) -> str:
+    """The table of `elasticd jobs`."""
     if not rows:
         return "no jobs; elasticd submit FILE submits one\n"
     cells = [
@@ -54,7 +56,7 @@ def jobs(rows: Sequence[JobSummary]) -> str:
 
 
 def queue(rows: Sequence[JobSummary]) -> str:
-    """`rows`: all jobs."""
+    """The table of `elasticd queue`: pending jobs in the order in which they start. `rows`: all jobs."""
     waiting = sorted((row for row in rows if row.place is not None), key=lambda row: row.place or 0)
     if not waiting:
         return "no job is pending\n"
@@ -77,6 +79,7 @@ def queue(rows: Sequence[JobSummary]) -> str:
 
 
 def cancelled(answer: Mapping[str, Any]) -> str:
+    """The line that says what was ended, and where its workers are still being stopped."""
     leaving = answer.get("leaving")
     stopping = f"; its workers on {_names(leaving)} are being stopped" if leaving else ""
     return visible(f"{answer['job']}: {answer['reason']}{stopping}") + "\n"
@@ -160,20 +163,17 @@ def wrong(listed: Sequence[JobSummary], ready: Sequence[NodeSummary], running: S
     hour; "" if there is none.
     """
     lines = [f"{job.job}: {line}" for job in running if (line := problem_line(job, "").rstrip())]
-    lines += [f"{row.node}: {_with_reason(row.state, row.reason)}" for row in ready if row.state in FAILING]
+    lines += [f"{row.node}: {with_reason(row.state, row.reason)}" for row in ready if row.state in FAILING]
     recent = [row for row in listed if row.state == "failed" and (row.ended_seconds or 0) < RECENT_S]
     for row in sorted(recent, key=lambda row: row.ended_seconds or 0):
-        lines.append(f"{row.job}: {_with_reason(f'failed {_age(row.ended_seconds)} ago', row.reason)}")
+        lines.append(f"{row.job}: {with_reason(f'failed {_age(row.ended_seconds)} ago', row.reason)}")
     more = len(lines) - SHOWN_PROBLEMS
     shown = [f"elasticd: {visible(line)}\n" for line in lines[:SHOWN_PROBLEMS]]
     return "".join(shown) + (f"elasticd: and {count(more, 'more problem')}\n" if more > 0 else "")
 
 
-def _with_reason(state: str, reason: str) -> str:
-    return f"{state}: {reason}" if reason else state
-
-
 def _running(rows: Sequence[JobStatus]) -> str:
+    """The table of running jobs with their progress."""
     if not rows:
         return "no job runs\n"
     cells = [
@@ -215,12 +215,8 @@ def age(seconds: float) -> str:
     return f"{whole // 86400}d"
 
 
-def visible(text: str) -> str:
-    """The text with control characters escaped, so that a job's text cannot steer a terminal or begin another line."""
-    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
-
-
 def _names(names: Sequence[object]) -> str:
+    """The first names of a list and the number of the others."""
     shown = [visible(str(name)) for name in names[:_SHOWN_NODES]]
     more = f" +{len(names) - _SHOWN_NODES}" if len(names) > _SHOWN_NODES else ""
     return (",".join(shown) + more) or "-"
@@ -231,6 +227,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _state(job: JobStatus) -> str:
+    """The state of a job in words, with how and when it ended."""
     state = visible(job.state)
     if not job.ended:
         return state
@@ -239,27 +236,32 @@ def _state(job: JobStatus) -> str:
 
 
 def _where(job: JobStatus) -> list[tuple[str, str]]:
+    """The rows that say on which nodes and slots a job runs."""
     if not job.assignments:
         return [("nodes", _names(job.nodes) if job.nodes else "")]
     return [("" if index else "nodes", _assignment(assignment)) for index, assignment in enumerate(job.assignments)]
 
 
 def _assignment(one: AssignmentStatus) -> str:
+    """One node of a job: slots, state and the reason for it."""
     slots = f" {plural(len(one.slots), 'slot')} {','.join(ranges(one.slots))}" if one.slots else ""
     reason = f": {visible(one.reason)}" if one.reason else ""
     return f"{visible(one.node)}{slots}, {visible(one.state)}{reason}"
 
 
 def _requested(job: JobStatus) -> str:
+    """The numbers of nodes and slots that the job asked for, "" once it has ended."""
     if job.requested is None or job.ended:
         return ""
     (least, most), (low, high) = job.requested.nodes, job.requested.slots
     nodes = f"{least}" if least == most else f"{least} to {most}"
     slots = f"{low}" if low == high else f"{low} to {high}"
-    return f"{nodes} {plural(most, 'node')} with {slots} {plural(high, 'slot')} each"
+    spares = f" and {count(job.requested.spares, 'spare')}" if job.requested.spares else ""
+    return f"{nodes} {plural(most, 'node')} with {slots} {plural(high, 'slot')} each{spares}"
 
 
 def _submitted(job: JobStatus) -> str:
+    """The time at which the job was submitted, and by whom."""
     if job.submitted_at is None:
         return ""
     by = f" by {visible(job.submitted_by)}" if job.submitted_by else ""
@@ -267,6 +269,7 @@ def _submitted(job: JobStatus) -> str:
 
 
 def _round_row(one: RoundStatus) -> tuple[str, ...]:
+    """The cells of one round."""
     size = str(one.world_size) if one.world_size else "-"
     reason = ", ".join(filter(None, [one.reason, *one.origins]))
     return str(one.round), _moment(one.at), size, _names(one.nodes), _lost(one), visible(reason)
@@ -281,6 +284,7 @@ def _lost(one: RoundStatus) -> str:
 
 
 def _ranks(progress: JobProgress) -> str:
+    """The table of ranks, those with the oldest progress first where not all are shown."""
     rows = progress.ranks
     if not rows:
         return ""

@@ -1,6 +1,11 @@
 """agent.toml as one frozen value; docs/agent.md, `elasticd config example` and the variables are made from it.
 
 A key is Annotated with its help, an example where the default is none, and RELOADABLE if SIGHUP reloads it.
+
+Times and sizes are written with their unit in the file ("60s", "1GB") and are numbers here, with the unit in the name.
+A
+key that SIGHUP may change is read by the code at each use; all others are fixed when the agent starts: a reload keeps
+their values, and says which new ones count after a restart.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ def _file_key(name: str) -> str:
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
+    """The table [store]: where the agents of a cluster meet."""
+
     backend: Annotated[
         Literal["local", "etcd"],
         "Where nodes, jobs and their history are kept. local: on this node's disk, for a node that "
@@ -57,6 +64,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
+    """The table [http]: the agent's port and socket, and who may use them."""
+
     bind: Annotated[
         str,
         "The address to listen on. Without the token only /metrics, /healthz and /readyz are open, on "
@@ -114,6 +123,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
+    """The table [health]: what is checked, how often, and what follows from failures."""
+
     every_s: Annotated[Seconds, "Interval of the health checks.", RELOADABLE] = Seconds(60)
     disk_free_min_bytes: Annotated[
         Size, "With less free space the check of a directory fails: directories, state_dir and log_dir.", RELOADABLE
@@ -135,6 +146,23 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         RELOADABLE,
     ] = Path("/etc/elasticd/health.d")
     plugin_timeout_s: Annotated[Seconds, "A plugin that takes longer counts as failed.", RELOADABLE] = Seconds(10)
+    kubernetes: Annotated[
+        Literal["off", "read", "report"],
+        "In a pod. read: a taint or condition of this Kubernetes node that is listed below makes the node unhealthy; "
+        "report: also write the condition ElasticdGPUQuarantined.",
+        RELOADABLE,
+    ] = "off"
+    kubernetes_taints: Annotated[
+        tuple[str, ...], "Such taints: KEY or KEY:EFFECT, with * as in shells; NVSentinel's.", RELOADABLE
+    ] = ("nvidia.com/*-error", "AggregatedNodeHealth")
+    kubernetes_conditions: Annotated[
+        tuple[str, ...],
+        "Such conditions with the status True; NVSentinel's, then node-problem-detector's.",
+        RELOADABLE,
+    ] = (
+        *("Gpu*Watch", "SysLogsXIDError", "SysLogsSXIDError", "SysLogsGPUFallenOff", "NVSwitchFatalError"),
+        *("NVSwitchDown", "KernelDeadlock", "ReadonlyFilesystem", "XfsShutdown", "CperHardwareErrorFatal"),
+    )
     all_reduce: Annotated[
         bool, "Test a short all-reduce among the slots before the node is registered.", RELOADABLE
     ] = True
@@ -252,6 +280,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def logs(self) -> Path:
+        """The directory of the agent's own event log."""
         return self.log_dir or self.state_dir / "logs"
 
     def devices(self, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ so that neither `..` nor a symbolic link leads out. What allowed code does then 
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import sys
@@ -17,11 +18,19 @@ from pathlib import Path
 from elasticd.checkpointing.storage.object_url import url_of
 from elasticd_agent.model.phrases import listing
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
-from elasticd_agent.system.users import user_name
 from elasticd_agent.workers.launcher.requests import script_of
 from elasticd_daemon.config.agent_settings import Limits
 from elasticd_daemon.config.decode import ConfigError
 from elasticd_daemon.config.job_file import JobFile
+
+
+def user_name() -> str:
+    """The name of this process's user; its number if it has none, as in a container."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
 
 _HARMLESS_VARIABLES = re.compile(
     "OMP_(NUM_THREADS|PROC_BIND|PLACES|SCHEDULE|DYNAMIC)|MKL_(NUM_THREADS|DYNAMIC)|KMP_(AFFINITY|BLOCKTIME)"

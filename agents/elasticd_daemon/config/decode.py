@@ -14,7 +14,7 @@ import msgspec
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.quantities import Seconds, Size, decode_quantity, format_size
-from elasticd_agent.model.phrases import did_you_mean, listing
+from elasticd_agent.model.phrases import did_you_mean, listing, shortened
 from elasticd_agent.system.durations import setting_text
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -50,7 +50,10 @@ def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints, *, strict: 
 
 
 def _translate(text: str, table: Mapping[str, Any], kind: type, words: KeyHints) -> ConfigError:
-    """`text`: msgspec's, as "Expected `int`, got `str` - at `$.http.port`"."""
+    """Return msgspec's error in the words of the file: the key, what is wrong with it, and how to write it.
+
+    `text` is msgspec's, as "Expected `int`, got `str` - at `$.http.port`".
+    """
     what, _, place = text.rpartition(" - at ") if " - at " in text else (text, "", "")
     path = place.partition("`$")[2].removesuffix("`").lstrip(".").removesuffix("[...]")
     if "key` in" in place:
@@ -64,6 +67,7 @@ def _translate(text: str, table: Mapping[str, Any], kind: type, words: KeyHints)
 
 
 def _unknown_key(name: str, struct: type | None, words: KeyHints) -> str:
+    """Return the sentence for a key that is not known: where it belongs, or the nearest one that is."""
     spelled, known = name.replace("-", "_"), words.get(struct, {}) if struct else {}
     if spelled in known:
         return f"is not a key here: {known[spelled]}"
@@ -73,6 +77,7 @@ def _unknown_key(name: str, struct: type | None, words: KeyHints) -> str:
 
 
 def _missing_key(name: str, struct: type | None) -> str:
+    """Return the sentence for a key that has to be there, with its example."""
     example = meta_of(_field_at(struct, name)).example
     return f"is missing; write it, as in {name} = {example}" if example else "is missing"
 
@@ -157,11 +162,7 @@ def _toml_key(key: str) -> str:
 
 def short_toml(value: Any) -> str:
     """A value in a sentence: as TOML writes it, not too much of it."""
-    return _cut(to_toml(value))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 60 else text[:59] + "…"
+    return shortened(to_toml(value), 60)
 
 
 def _field_at(kind: Any, path: str) -> msgspec.structs.FieldInfo | None:

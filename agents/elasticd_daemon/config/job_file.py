@@ -1,6 +1,15 @@
 """Job files: the options of `elasticd run` for a job that is submitted to the agents.
 
 It does not look at the disk; the node that runs the job does (allow_lists.py, preflight.py).
+
+A key is a flag of the same name, so that what is learned from one counts for the other. What a flag means on a machine
+and a job file cannot know (ports, endpoints, log directories) is no key: JOB_KEY_HINTS has the reason for each, and the
+sentence of the error says it. The struct is the reference, too: `elasticd config example` and the page about job files
+are made from its types, defaults and words.
+
+The same file is read three times: when it is submitted, when a node is asked to run it, and when an older agent's
+submission is continued after an upgrade. So checks of new jobs (`check_new_job`) are apart from checks of any job
+(`check_job`): a rule that is added must not refuse a job that runs.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ import msgspec
 
 from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
-from elasticd_agent.config.quantities import Seconds, Size, encode_quantity, parse_count_range
+from elasticd_agent.config.quantities import MAX_COUNT, Seconds, Size, encode_quantity, parse_count_range
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
 from elasticd_agent.model.job import (
     AgentSettings,
@@ -162,6 +171,12 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         "only wait for the dead.",
     ] = None
     grow: Literal["auto", "always", "never"] | None = None
+    spares: Annotated[
+        int,
+        "Nodes beyond MAX that stand by: their workers run the script up to session.run(), and take the place of lost "
+        "ones at once. With nodes = 1: slots beyond MAX of workers.",
+        "1",
+    ] = 0
     replace_timeout: Seconds | None = None
     hold_timeout: Seconds | None = None
     hang_floor: Seconds | None = None
@@ -193,12 +208,12 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """(MIN, MAX) nodes."""
+        """The least and the most nodes."""
         return parse_count_range(self.nodes)
 
     @property
     def slot_range(self) -> tuple[int, int]:
-        """(MIN, MAX) slots, which are workers, on each node."""
+        """The least and the most slots, which are workers, on each node."""
         return parse_count_range(self.workers)
 
 
@@ -214,6 +229,7 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "local_addr": "it is a key of the node's agent.toml",
     "log_line_prefix_template": "elasticd logs JOB --rank K shows one rank's output",
     "print_completion": "elasticd has no scripts for shells",
+    "integrate": "give the framework its callback, as docs/frameworks.md shows",
     "numa_binding": "call os.sched_setaffinity in the script",
     "signals_to_handle": "elasticd cancel and drain stop a job",
     "preemption_notices": "it is a key of the node's agent.toml",
@@ -262,7 +278,7 @@ def shared_directories(text: str) -> tuple[Path, ...]:
 
 
 def from_json(text: str) -> JobFile:
-    """A job as `to_json` wrote it, perhaps another version's. Raises UsageError."""
+    """Return the job that `to_json` wrote, perhaps in another version. Raises UsageError."""
     table = parse(text.encode("utf-8", "surrogatepass"), "json", "the job's description", 2 * MAX_JOB_FILE_BYTES)
     try:
         return decode_job(table)
@@ -271,11 +287,12 @@ def from_json(text: str) -> JobFile:
 
 
 def to_json(job: JobFile) -> str:
+    """Return the job as JSON without defaults, as it is kept in the store."""
     return msgspec.json.encode(job, enc_hook=encode_quantity).decode()
 
 
 def decode_job(table: Mapping[str, Any]) -> JobFile:
-    """Raises ConfigError."""
+    """Return the job that a table of plain values describes. Raises ConfigError."""
     job = decode(_with_labels(table), JobFile, {JobFile: JOB_KEY_HINTS})
     check_job(job)
     return job
@@ -309,13 +326,16 @@ def runner_model(
     store; its numbers of nodes are replaced by the job's. `user`: the user of a job that names none, None: the agent's.
     """
     low, high = job.slot_range
-    if not low <= len(slots) <= high:
-        raise UsageError(f"workers: {job.workers}, but the job has {count(len(slots), 'slot')} on node {node}")
     fewest, most = job.node_range
+    most_slots = high + (job.spares if most == 1 else 0)
+    if not low <= len(slots) <= most_slots:
+        raise UsageError(f"workers: {job.workers}, but the job has {count(len(slots), 'slot')} on node {node}")
+    workers = min(high, len(slots))
+    spares = len(slots) - workers if most == 1 else job.spares
     if rendezvous.backend == "memory":
         if fewest > 1:
             raise UsageError(f"nodes: {job.nodes}, but a local store is one node's; the job needs store.backend etcd")
-        most = 1
+        most, spares = 1, len(slots) - workers
     # CUDA_VISIBLE_DEVICES can only be empty in `env`: the job wants no GPU.
     gpus = () if _GPUS in job.env else visible_gpus(os.environ) if devices is None else devices
     spec = JobSpec(
@@ -328,7 +348,8 @@ def runner_model(
         run=run,
         role=job.role or "default",
         min_workers=low,
-        max_workers=len(slots),
+        max_workers=workers,
+        spares=spares,
         devices=tuple(gpus[slot] for slot in slots) if max(slots) < len(gpus) else (),
         checkpoint_dir=None if job.checkpoint_dir is None else resolve(job.checkpoint_dir),
         preload=preloaded_modules(job.preload),
@@ -360,6 +381,8 @@ def check_job(job: JobFile) -> None:
             parse_count_range(getattr(job, key))
         except ValueError as error:
             raise ConfigError(key, str(error)) from None
+    if not 0 <= job.spares <= MAX_COUNT:
+        raise ConfigError("spares", f"{job.spares}: it is a number of spares, from 0 to {MAX_COUNT}")
     check_memory("limits.memory", job.limits.memory)
     _check_env(job.env)
     if (size := len(to_json(job).encode())) > MAX_JOB_FILE_BYTES:
@@ -398,6 +421,7 @@ def check_memory(key: str, limit: int | None) -> None:
 
 
 def _check_texts(job: JobFile) -> None:
+    """Check the job's names and its command: not empty, printable, and no option where a name is expected."""
     if not job.command or not job.command[0]:
         example = '["train.py", "--epochs", "3"]'
         raise ConfigError("command", f"is empty; write the script and its arguments, as in {example}")
@@ -417,6 +441,7 @@ def _check_texts(job: JobFile) -> None:
 
 
 def _check_env(env: Mapping[str, str]) -> None:
+    """Check the variables: names that are possible, and none that elasticd sets for every worker."""
     for name in env:
         if not name or "=" in name:
             raise ConfigError("env", f"{name!r} cannot be the name of a variable")

@@ -1,4 +1,8 @@
-"""The keys of agent.toml and of job files in words, for docs/agent.md, docs/jobs.md and `elasticd config example`."""
+"""The keys of agent.toml and of job files in words, for docs/agent.md, docs/jobs.md and `elasticd config example`.
+
+The reference is made from the structs that decode the files, so it cannot name a key that does not exist, or miss one.
+A key that is a flag of `elasticd run` has the flag's help; a key without a flag has its own.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ class KeyDoc:
 
 
 def agent_keys() -> Iterator[KeyDoc]:
+    """Yield the keys of agent.toml, in the order of the file."""
     for key, field in config_keys(NodeSettings):
         meta = meta_of(field)
         default = default_toml(field)
@@ -41,6 +46,7 @@ def agent_keys() -> Iterator[KeyDoc]:
 
 
 def job_keys() -> Iterator[KeyDoc]:
+    """Yield the keys of a job file, in the order of the file."""
     flags = {flag.dest: flag for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS)}
     for field in msgspec.structs.fields(JobFile):
         name, default, meta = field.encode_name, default_toml(field), meta_of(field)
@@ -51,17 +57,15 @@ def job_keys() -> Iterator[KeyDoc]:
         else:
             flag = flags[name]
             text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), flag.help)
-            yield KeyDoc(name, f"{text} {flag.default_reason or ''}".strip(), _default(flag), _example(flag))
+            default = _default(flag)
+            example = default or {"max_restarts": "10"}.get(name, '"30s"')
+            yield KeyDoc(name, f"{text} {flag.default_reason or ''}".strip(), default, example)
 
 
 def _default(flag: Flag) -> str:
     if isinstance(flag.default, str) and re.fullmatch(r"[0-9.]+[a-z]+|[a-z]+", flag.default):
         return f'"{flag.default}"'
     return "" if flag.default in (None, "", ()) else str(flag.default).lower()
-
-
-def _example(flag: Flag) -> str:
-    return _default(flag) or {"max_restarts": "10"}.get(flag.dest, '"30s"')
 
 
 # ---- templates

@@ -1,4 +1,13 @@
-"""Checks of agent.toml against itself and this machine, before anything is started."""
+"""Checks of agent.toml against itself and this machine, before anything is started.
+
+`decode` has checked types and ranges of single keys. Here are checks that need two keys, or the machine: users and
+files that must exist, addresses and names that can be used, secrets that others must not read, limits that contradict
+each other.
+
+An error names its key as the file spells it, quotes the value, and says what to write instead. The first one ends the
+check, since later ones often follow from it. SIGHUP runs the same checks as the start: what a reload accepts, a restart
+accepts.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +62,7 @@ def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
 
 
 def _check_node(settings: NodeSettings, environ: Mapping[str, str]) -> None:
+    """Check the node's own keys: its name, labels, notices, user and slots."""
     try:
         Rendezvous(node=settings.node)
     except UsageError as error:
@@ -80,6 +90,7 @@ def _check_node(settings: NodeSettings, environ: Mapping[str, str]) -> None:
 
 
 def _check_user(key: str, name: str | None) -> None:
+    """Check that a user exists, and that this process may run jobs as that user."""
     if name is None:
         return
     try:
@@ -91,6 +102,7 @@ def _check_user(key: str, name: str | None) -> None:
 
 
 def _check_directories(settings: NodeSettings) -> None:
+    """Check the directories: absolute, no files among their parents, and a socket's path that the kernel accepts."""
     for key, path in (("state_dir", settings.state_dir), ("run_dir", settings.run_dir), ("log_dir", settings.log_dir)):
         if path is not None and not path.is_absolute():
             raise ConfigError(key, f"{str(path)!r} is not an absolute path; begin it with /")
@@ -112,6 +124,7 @@ def _check_directories(settings: NodeSettings) -> None:
 
 
 def _check_store(store: StoreSettings) -> None:
+    """Check that keys of etcd are given for etcd only, and that its endpoints are known."""
     if store.backend == "local":
         for name in ("endpoints", "user", "password_file", "ca", "cert", "key"):
             if getattr(store, name):
@@ -122,6 +135,7 @@ def _check_store(store: StoreSettings) -> None:
 
 
 def _check_http(http: HttpSettings) -> None:
+    """Check the HTTP server's address, TLS name, users and tokens."""
     _check_http_address(http)
     _check_tls_name(http)
     try:
@@ -133,6 +147,7 @@ def _check_http(http: HttpSettings) -> None:
 
 
 def _check_http_address(http: HttpSettings) -> None:
+    """Check the address to listen on. A port in it is a common slip, and has a sentence of its own."""
     if not http.bind.strip() or not re.fullmatch(r"[\w.:%\[\]-]{1,255}", http.bind):
         raise ConfigError("http.bind", f"{http.bind[:60]!r} is no address to listen on, as in 127.0.0.1, 0.0.0.0 or ::")
     if re.fullmatch(r"\[.*\]|.*\]:\d+|[^:]*:\d+", http.bind):
@@ -142,6 +157,7 @@ def _check_http_address(http: HttpSettings) -> None:
 
 
 def _check_tls_name(http: HttpSettings) -> None:
+    """Check the name that the certificate is for."""
     if http.tls_name is not None:
         if http.tls_cert is None:
             raise ConfigError(
@@ -152,6 +168,7 @@ def _check_tls_name(http: HttpSettings) -> None:
 
 
 def _check_http_tokens(http: HttpSettings) -> None:
+    """Check the tokens: names, files, and that agents do not share a token with people, whose tokens may do more."""
     for name in http.tokens:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
             raise ConfigError("http.tokens", f"{name[:70]!r} must be a name of letters, digits, - _ and .")
@@ -177,6 +194,7 @@ def _check_http_tokens(http: HttpSettings) -> None:
 
 
 def _check_health(health: HealthSettings) -> None:
+    """Check the health checks' intervals against each other."""
     for name in ("every_s", "plugin_timeout_s", "cooloff_s"):
         if not getattr(health, name) > 0:
             raise ConfigError(f"health.{name.removesuffix('_s')}", "0s must be more than 0 seconds")
@@ -193,11 +211,19 @@ def _check_health(health: HealthSettings) -> None:
             f"{setting_text(health.cooloff_max_s)} must not be less than cooloff {setting_text(health.cooloff_s)}; "
             f"raise it by {health.cooloff_s - health.cooloff_max_s:.6g} s",
         )
+    if health.kubernetes != "off":
+        try:
+            parse_service("kubernetes")
+        except UsageError:
+            raise ConfigError(
+                "health.kubernetes", f"{health.kubernetes!r} needs a pod, which this agent has not"
+            ) from None
     if health.plugins_dir.exists() and not health.plugins_dir.is_dir():
         raise ConfigError("health.plugins_dir", f"{str(health.plugins_dir)!r} is a file, not a directory")
 
 
 def _check_limits(limits: Limits) -> None:
+    """Check what jobs may run and how much memory they may take."""
     for key, entries in (("commands", limits.commands), ("users", limits.users)):
         for entry in entries or ():
             if not entry.strip():
@@ -236,5 +262,6 @@ def _check_files(settings: NodeSettings) -> None:
 
 
 def _check_secret(key: str, path: Path | None) -> None:
+    """Check that a file with a secret exists, can be read, and is closed to other users."""
     if path is not None and (wrong := find_problem(path)) is not None:
         raise ConfigError(key, wrong)

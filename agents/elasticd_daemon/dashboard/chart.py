@@ -41,6 +41,7 @@ class TimeWindow:
     until: float
 
     def x(self, at: float) -> float:
+        """Return the horizontal place of a time, within the drawing."""
         share = (at - self.since) / (self.until - self.since)
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, max(0.0, share)), 1)
 
@@ -56,7 +57,7 @@ def window(job: JobStatus, now: float, seconds: float | None) -> TimeWindow:
     return TimeWindow(min(since, until - 10.0), until)
 
 
-def points(job: JobStatus) -> tuple[StepSample, ...]:
+def step_samples(job: JobStatus) -> tuple[StepSample, ...]:
     """Steps over time: the runner's samples, and each round's first and last step from the event log."""
     samples = list(job.known.step_samples)
     for row in job.known.rounds:
@@ -118,7 +119,7 @@ Shape = dict[str, str | float]
 def chart(job: JobStatus, now: float, seconds: float | None) -> dict[str, Any]:
     """The values of `history` in templates/drawings.html."""
     shown = window(job, now, seconds)
-    column_rates = rates(points(job), shown, live=not job.ended)
+    column_rates = rates(step_samples(job), shown, live=not job.ended)
     most = _round_up(max((rate for rate in column_rates if rate is not None), default=0.0))
     newest = job.known.newest_round
     rounds = [row for row in job.known.rounds if (row.ended_at or shown.until) >= shown.since or row is newest]
@@ -139,6 +140,7 @@ def chart(job: JobStatus, now: float, seconds: float | None) -> dict[str, Any]:
 
 
 def _description(column_rates: Sequence[float | None], rounds: Sequence[RoundStatus]) -> str:
+    """The drawing in a sentence, for readers who do not see it."""
     known = [rate for rate in column_rates if rate is not None]
     if not known:
         return "No step in this time."
@@ -153,6 +155,7 @@ def _labels(most: float, size: int) -> list[tuple[str, float]]:
 
 
 def _ticks(shown: TimeWindow) -> list[tuple[float, str]]:
+    """The ticks of the time axis: at most eight, at round distances."""
     span = shown.until - shown.since
     every = next((tick for tick in _TICKS if span / tick <= 8), span / 6)
     # Counted back from the end: a tick keeps its place while the window only grows.
@@ -209,6 +212,7 @@ def _lost(row: RoundStatus, shown: TimeWindow) -> Shape:
 
 
 def _mark(row: RoundStatus, shown: TimeWindow) -> Shape:
+    """A line at the begin of a round, planned or after a fault."""
     title = f"{formatting.clock(row.at)} round {row.round}: {row.reason}"
     return {"title": title, "x": shown.x(row.at), "kind": "planned" if row.planned else "fault"}
 

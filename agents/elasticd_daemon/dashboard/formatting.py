@@ -19,18 +19,6 @@ def clock(at: float, *, day: bool = False) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S", time.localtime(at))
 
 
-def iso(at: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
-
-
-def same_day(at: float, now: float) -> bool:
-    return time.localtime(at)[:3] == time.localtime(now)[:3]
-
-
 def job_url(job: str, more: str = "") -> str:
     """The address of a job's page."""
     return f"/jobs/{quote(job, safe='', errors='replace')}{more}"
-
-
-def time_zone() -> str:
-    return time.strftime("%Z")

@@ -1,4 +1,9 @@
-"""One job whole: why it failed, its state, step rate, ranks, rounds, its last hang, a log, its file. Pure."""
+"""One job whole: why it failed, its state, step rate, ranks, rounds, its last hang, a log, its file. Pure.
+
+The page answers, from top to bottom, what a person asks: does it run, what is wrong, how fast was it, which ranks are
+where, what happened before, and what do the logs say. A part without anything to say is left out, except where its
+absence is the answer.
+"""
 
 from __future__ import annotations
 
@@ -93,12 +98,14 @@ def _last_words(text: str) -> str:
 
 
 def _warnings(job: JobStatus) -> list[str]:
+    """The sentences above all else: the job's problem, and nodes that do not answer."""
     wrong = status.problem(job)
     silent = [f"{node} does not answer: {why}" for node, why in list(job.known.unreachable.items())[:3]]
     return [*([wrong[1]] if wrong else []), *silent]
 
 
 def _reason(job: JobStatus) -> str:
+    """The reason for the job's state, with how it ended."""
     if not job.ended or job.ended_seconds is None:
         return job.reason
     code = f" with exit code {job.exit_code}" if job.exit_code is not None else ""
@@ -114,6 +121,7 @@ def _facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:
 
 
 def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
+    """The course of a round: the time for which it trained, and its steps."""
     is_newest = one is job.known.newest_round
     if one.first_step_at is None:
         return "no step yet" if is_newest and not job.ended else "made no step"
@@ -123,11 +131,6 @@ def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
     trained = f"trained for {in_words(max(0.0, ended_at - one.first_step_at))}"
     steps = (one.last_step or 0) - (one.first_step or 0)
     return trained + (f", steps {one.first_step:,} to {one.last_step:,}" if steps > 0 else "")
-
-
-def last_hung_round(listed: Sequence[RoundStatus]) -> int:
-    """The newest round that followed a hang; 0 if there is none."""
-    return max((row.round for row in listed if row.cause == "hung"), default=0)
 
 
 def explanations(rows: Sequence[Answer], *, brief: bool) -> Evidence:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import time
 from collections.abc import Mapping
 from importlib import resources
 
@@ -66,10 +67,10 @@ def _environment() -> Environment:
         "clock": formatting.clock,
         "count": count,
         "in_words": in_words,
-        "iso": formatting.iso,
+        "iso": lambda at: time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at)),
         "job_url": formatting.job_url,
-        "same_day": formatting.same_day,
-        "time_zone": formatting.time_zone,
+        "same_day": lambda at, now: time.localtime(at)[:3] == time.localtime(now)[:3],
+        "time_zone": lambda: time.strftime("%Z"),
     }
     return made
 

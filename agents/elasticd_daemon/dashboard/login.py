@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import quote, unquote
 
-from elasticd_agent.system.network.http_auth import TokenAuth
+from elasticd_agent.system.network.http_auth import TokenAuth, token_digest
 
 COOKIE = "elasticd"
 TLS_COOKIE = "__Host-elasticd"
@@ -119,7 +119,7 @@ class OneTimeCodes:
     def issue(self, name: str) -> str:
         code = secrets.token_urlsafe(24)
         with self._lock:
-            self._issued[_code_digest(code)] = self._clock() + CODE_LIFETIME_S, name
+            self._issued[token_digest(code)] = self._clock() + CODE_LIFETIME_S, name
             while len(self._issued) > MAX_CODES:
                 self._issued.popitem(last=False)
         return code
@@ -127,12 +127,8 @@ class OneTimeCodes:
     def redeem(self, code: str) -> str | None:
         """To whom the code was issued, if it is valid; from now on it is not."""
         with self._lock:
-            expiry, name = self._issued.pop(_code_digest(code), (0.0, ""))
+            expiry, name = self._issued.pop(token_digest(code), (0.0, ""))
         return name if self._clock() < expiry else None
-
-
-def _code_digest(code: str) -> bytes:
-    return hashlib.sha256(code.encode("utf-8", "surrogateescape")).digest()
 
 
 def _is_loopback(host: str) -> bool:

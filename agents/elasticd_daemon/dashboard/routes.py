@@ -68,7 +68,11 @@ class _CacheEntry(Generic[V]):
 
 
 class ResponseCache(Generic[V]):
-    """Thread-safe, bounded. Errors are cached, too."""
+    """Values that many readers share: made once, kept for `max_age_s`, and the oldest dropped beyond `max_entries`.
+
+    Readers of one key wait for the one that makes it, so a page that fifty people have open costs as much as one. An
+    exception is kept as a value is: a store that does not answer is asked once.
+    """
 
     def __init__(self, max_age_s: float, max_entries: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_age_s = max_age_s
@@ -99,7 +103,15 @@ class ResponseCache(Generic[V]):
 
 @dataclass(slots=True)
 class DashboardRoutes:
-    """Safe to call from many threads at once."""
+    """The routes of the dashboard, and of the HTTP API behind them. Safe to call from many threads at once.
+
+    A browser is let in by a cookie, which it gets for a token, or for a one-time code that `elasticd open` prints. A
+    request that changes something needs more: it must come from a page of ours (no other site's), and carry the key of
+    its form. So another page that the person has open cannot cancel a job.
+
+    Pages are made on the server, where the template engine escapes every value; a script of our own asks for them again
+    every two seconds. Text of workers, job names and reasons are foreign text and are treated as such.
+    """
 
     api: ApiRoutes
     token: TokenAuth
@@ -115,6 +127,10 @@ class DashboardRoutes:
         return self.api.is_public(method, path) or (method, path) in _PUBLIC
 
     def reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
+        """Return the response to a request without valid credentials, or the visitor whose cookie replaces them.
+
+        Programs get the API's JSON; browsers get the page to log in, which returns to where they wanted to go.
+        """
         is_page = request.method == "GET" and _is_dashboard_path(request.path)
         is_button = request.method == "POST" and _button(request.path) is not None
         may_log_in = self.cookies.may_log_in(request.host, request.server_name, request.user)
@@ -181,6 +197,9 @@ class DashboardRoutes:
         return visitor.form_key if visitor is not None and visitor.may_operate else ""
 
     def _press(self, request: HttpRequest, kind: str, target: str, action: str) -> HttpResponse:
+        """Do what a button asks for: cancel, dump, cordon, drain or uncordon. The page that follows
+        shows the result.
+        """
         visitor = self.cookies.visitor(request.cookie, request.user)
         if visitor is None or request.is_of_other_site:
             return self._error_page(403, "Not allowed", _NOT_OURS, request)
@@ -204,6 +223,9 @@ class DashboardRoutes:
         return _redirect(where)
 
     def _job(self, request: HttpRequest, name: str, view: PageQuery) -> HttpResponse:
+        """Return a job's page. A job that failed shows the stderr of the rank that failed first, unless the reader
+        chose another.
+        """
         job = self._job_status(name)
         now = self.api.service.clock()
         rank = job.failed_rank
@@ -228,7 +250,7 @@ class DashboardRoutes:
 
     def _newest_evidence(self, job: JobStatus) -> Evidence | None:
         """The newest hang's; read once for each, since evidence does not change. None: no round followed a hang."""
-        number = job_page.last_hung_round(job.known.rounds)
+        number = max((row.round for row in job.known.rounds if row.cause == "hung"), default=0)
         if not number:
             return None
         key, service = (job.job, job.number, number), self.api.service
@@ -273,6 +295,7 @@ class DashboardRoutes:
         return self._render(request, "error.html", f"{title} · elasticd", {"heading": title, "why": why}, code=code)
 
     def _login(self, request: HttpRequest) -> HttpResponse:
+        """Check a token and set the cookie. Wrong tokens of one host are counted, and soon have to wait."""
         form = _form(request)
         target = _local_path(form.get("then", "/"))
         if self.token.fingerprint() is None:
@@ -306,6 +329,9 @@ class DashboardRoutes:
         return json_response({"path": path, "base": self.base_url, "expires_seconds": CODE_LIFETIME_S}, 201)
 
     def _redeem(self, request: HttpRequest) -> HttpResponse:
+        """Log in by a one-time code. A code is valid once and for a short time, since it stands in
+        a browser's history.
+        """
         if not self.cookies.may_log_in(request.host, request.server_name, request.user):
             return self._no_login()
         name = self.codes.redeem(_pairs(request.query).get("code", ""))

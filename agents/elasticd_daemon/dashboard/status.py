@@ -1,10 +1,15 @@
-"""A job's state and its ranks' in a word each, its problem in a sentence, its facts, its ranks node by node. Pure."""
+"""A job's state and its ranks' in a word each, its problem in a sentence, its facts, its ranks node by node. Pure.
+
+The page, `elasticd status` and `elasticd jobs` use these words, so a job is described in one way wherever it is seen. A
+word is chosen for what a person would do about it: a rank that is blocked or stopped is bad, since it will not continue
+by itself; a rank that is slow is a warning, since it may.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticd_agent.model.phrases import count
+from elasticd_agent.model.phrases import count, listing
 from elasticd_agent.system.durations import in_words
 from elasticd_daemon.api.schema import (
     AssignmentStatus,
@@ -84,6 +89,11 @@ def state(job: JobStatus) -> tuple[str, str]:
     return (f"{job.state}, {wrong[0]}", "warn") if wrong else (job.state, JOB_STATE_STYLES.get(job.state, "idle"))
 
 
+def _spares(job: JobStatus) -> tuple[str, str, str]:
+    names = job.known.spare_names
+    return "Spares", str(len(names)), listing(names) if names else "none is ready"
+
+
 def facts(job: JobStatus) -> list[tuple[str, str, str]]:
     """Name, value, and more about it: the tiles of the page, and lines of `elasticd status JOB`."""
     progress = job.known
@@ -94,6 +104,7 @@ def facts(job: JobStatus) -> list[tuple[str, str, str]]:
         ("Workers", "–", "")
         if job.ended
         else ("Workers", str(size or "–"), "" if most in (None, size) else f"of at most {most}"),
+        *([_spares(job)] if progress.spares or (not job.ended and job.requested and job.requested.spares) else []),
         ("Round", str(progress.round or "–"), "" if progress.restarts is None else count(progress.restarts, "restart")),
         _saved("Checkpoint", progress.checkpoint),
         *([_saved("In memory", progress.snapshot)] if progress.snapshot else []),
@@ -111,6 +122,9 @@ def _saved(name: str, saved: CheckpointStatus | None) -> tuple[str, str, str]:
 
 
 def _lost(progress: JobProgress) -> tuple[str, str, str]:
+    """The fact about what faults have cost so far: time, steps that were trained again, and steps
+    that a donor saved.
+    """
     faults = [row for row in progress.rounds if not row.planned]
     lost = [row.lost_seconds for row in faults if row.lost_seconds is not None]
     if not lost:
@@ -158,6 +172,7 @@ def _box(
 
 
 def behind(rank: RankProgress, progress: JobProgress) -> str:
+    """Return by how many steps a rank is behind the first one, in words; "" if that is nothing unusual."""
     missing = max(other.step for other in progress.ranks) - rank.step
     return f" ({missing:,} behind)" if missing > 1 and rank.phase != "starting" else ""
 

@@ -43,6 +43,10 @@ def main() -> None:
 
 
 def run_ranks(request: Message) -> Message:
+    """Fork one rank for each slot, collect their messages until all have finished or the time is over, and kill them.
+
+    Ranks report each stage that they reach, so a hang has a culprit: the slot that is behind while the others wait.
+    """
     slots: list[int] = request["slots"]
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)  # the parent's end
@@ -98,6 +102,7 @@ def _late(slots: list[int], found: dict[int, list[Message]]) -> list[int]:
 
 
 def _absent(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
+    """The rule for slots that were behind all others: these blocked them."""
     least = min(map(_stages, found.values()))
     behind = [slot for slot in _late(slots, found) if _stages(found[slot]) == least]
     if not 0 < len(behind) < len(slots):
@@ -108,6 +113,7 @@ def _absent(slots: list[int], found: dict[int, list[Message]], request: Message)
 
 
 def _failed(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
+    """The rule for slots that raised: the one that came least far failed first, and the others lost a peer."""
     errors = {slot: messages[-1]["failed"] for slot, messages in found.items() if messages and "failed" in messages[-1]}
     if not errors:
         return ""
@@ -116,11 +122,13 @@ def _failed(slots: list[int], found: dict[int, list[Message]], request: Message)
 
 
 def _unfinished(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
+    """The rule for an all-reduce in which all arrived and that did not end: the fault lies between them."""
     within = f"within {request['within_s']:g} s"
     return f"the slots did not finish an all-reduce {within}" if _late(slots, found) else ""
 
 
 def _wrong_sum(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
+    """The rule for a sum that is wrong: a device or a link that computes or carries wrong numbers."""
     wrong = {slot: messages[-1]["sum"] for slot, messages in found.items() if messages[-1]["sum"] != request["sum"]}
     slot, got = min(wrong.items(), default=(0, None))
     return f"slot {slot} added up {got}, not {request['sum']}" if wrong else ""

@@ -3,6 +3,15 @@
 It runs as `python -S -m`, reads the request as one line from standard input, writes each result as a line as soon as it
 has it, and kills everything it started when its standard input ends. It is the subreaper of its children's children
 (PR_SET_CHILD_SUBREAPER), so that a plugin cannot leave processes behind. One thread, so that it may fork.
+
+A check may hang where no signal reaches it: a `stat` on a mount whose server is gone sleeps in the kernel. So each
+check has a process of its own, and the run goes past it. After its deadline the child is killed; if it survives that,
+its check has failed with the state and the kernel function in which the child sleeps, and the agent gets
+its pid, so that the check is not started again on top of it.
+
+What a child writes is foreign: at most `KEPT_OUTPUT_BYTES` of it are kept, one printable line of that is shown, and a
+child that writes without end is killed. Results are sent one by one, so an agent that stops waiting still has those of
+the checks that were quick.
 """
 
 from __future__ import annotations
@@ -24,10 +33,10 @@ from elasticd_agent.system.processes.process import (
     PR_SET_PDEATHSIG,
     STRAY_SIGNALS,
     children,
+    describe_status,
     ignore_signal,
     prctl,
     reap_children,
-    signal_name,
     take_signals,
 )
 from elasticd_agent.system.processes.procfs import read, stat
@@ -48,13 +57,15 @@ CANNOT_RUN = 125
 
 
 @dataclass
-class CheckChild:
+class RunningCheck:
+    """One check that runs: its process, its deadline, what it has written, and how its end becomes a result."""
+
     check: str
     pid: int
     output_fd: int
     began: float
     until: float
-    read: Callable[[CheckChild, int], CheckResult]
+    read: Callable[[RunningCheck, int], CheckResult]
     output: bytes = b""  #: the beginning of what it wrote
     output_bytes: int = 0
     killed: str = ""  # the reason
@@ -62,15 +73,18 @@ class CheckChild:
 
 
 class CheckRunner:
+    """Runs the checks of one request, `at_once` at a time."""
+
     def __init__(self, send: Callable[[Message], None], stop_fd: int) -> None:
         """`stop_fd` becomes readable when the results are no longer needed."""
         self._send = send
         self._stop_fd = stop_fd
-        self._children: dict[int, CheckChild] = {}
+        self._children: dict[int, RunningCheck] = {}
         self._stopped = False
         take_signals(STRAY_SIGNALS, ignore_signal)
 
     def run(self, request: Message) -> None:
+        """Run all checks of the request, and leave no process behind but those that survive SIGKILL."""
         waiting = [self._directory(asked, request) for asked in request["directories"]]
         waiting += [self._ports(asked, request) for asked in request.get("ports", ())]
         waiting += [self._plugin(asked, request) for asked in request["plugins"]]
@@ -82,6 +96,8 @@ class CheckRunner:
         self._kill_descendants()
 
     def _directory(self, asked: Message, request: Message) -> Callable[[], None]:
+        """Return the start of a check of one directory: it exists, can be written, and has enough free space."""
+
         def ask() -> None:
             result = directories.check_directory(asked["check"], asked["path"], asked["free_min_bytes"], asked["made"])
             os.write(1, json.dumps(asdict(result)).encode())
@@ -90,22 +106,26 @@ class CheckRunner:
         return lambda: self._start(asked["check"], request["directory_s"], ask, _directory_result)
 
     def _ports(self, asked: Message, request: Message) -> Callable[[], None]:
+        """Return the start of a check of the network's ports, compared with the counters of the run before."""
+
         def ask() -> None:
             os.write(1, json.dumps(network_ports.read_ports()).encode())
             os._exit(0)
 
-        def judge(child: CheckChild, status: int) -> CheckResult:
+        def judge(child: RunningCheck, status: int) -> CheckResult:
             if child.killed:
                 return failed(child.check, f"{child.killed}: does the adapter's driver answer?")
             try:
                 result, child.ports = network_ports.judge_ports(asked["before"], json.loads(child.output))
             except (ValueError, TypeError):
-                return skipped(child.check, first_line(child.output) or _describe_exit(status))
+                return skipped(child.check, first_line(child.output) or describe_status(status))
             return result
 
         return lambda: self._start(asked["check"], request["directory_s"], ask, judge)
 
     def _plugin(self, asked: Message, request: Message) -> Callable[[], None]:
+        """Return the start of a plugin: any program; exit code 0 is healthy, its first line is the reason."""
+
         def become() -> None:
             try:
                 os.execve(asked["path"], [asked["path"]], request["environment"])
@@ -116,7 +136,7 @@ class CheckRunner:
         return lambda: self._start(asked["check"], request["plugin_s"], become, _plugin_result)
 
     def _start(
-        self, check: str, within_s: float, act: Callable[[], None], read: Callable[[CheckChild, int], CheckResult]
+        self, check: str, within_s: float, act: Callable[[], None], read: Callable[[RunningCheck, int], CheckResult]
     ) -> None:
         ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         us = os.getpid()
@@ -125,9 +145,10 @@ class CheckRunner:
             _become_child(us, theirs, act)
         os.close(theirs)
         now = time.monotonic()
-        self._children[pid] = CheckChild(check, pid, ours, now, now + within_s, read)
+        self._children[pid] = RunningCheck(check, pid, ours, now, now + within_s, read)
 
     def _turn(self) -> None:
+        """Look at all children once: results of those that have ended, output, deadlines."""
         if select.select([self._stop_fd], [], [], PAUSE_S)[0]:
             self._stopped = True
         for pid, status in reap_children().items():
@@ -141,17 +162,18 @@ class CheckRunner:
             elif not child.killed and child.output_bytes > MAX_OUTPUT_BYTES:
                 self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; only the first line counts")
 
-    def _read_output(self, child: CheckChild) -> None:
+    def _read_output(self, child: RunningCheck) -> None:
         with contextlib.suppress(BlockingIOError):
             while child.output_bytes <= MAX_OUTPUT_BYTES and (data := os.read(child.output_fd, 1 << 16)):
                 child.output += data[: KEPT_OUTPUT_BYTES - len(child.output)]
                 child.output_bytes += len(data)
 
-    def _close_output(self, child: CheckChild) -> None:
+    def _close_output(self, child: RunningCheck) -> None:
         self._read_output(child)
         os.close(child.output_fd)
 
-    def _on_deadline(self, child: CheckChild) -> None:
+    def _on_deadline(self, child: RunningCheck) -> None:
+        """Kill a child that is late; when it is late for its end as well, report it and leave it behind."""
         if not child.killed:
             self._kill(child, f"no result within {child.until - child.began:g} s")
             return
@@ -165,12 +187,12 @@ class CheckRunner:
         started = process.started if process is not None else 0
         self._send({"stuck": {"check": child.check, "pid": child.pid, "started": started}})
 
-    def _kill(self, child: CheckChild, why: str) -> None:
+    def _kill(self, child: RunningCheck, why: str) -> None:
         child.killed = why
         child.until = time.monotonic() + EXIT_TIMEOUT_S
         _kill(child.pid)
 
-    def _report(self, child: CheckChild, result: CheckResult) -> None:
+    def _report(self, child: RunningCheck, result: CheckResult) -> None:
         took_s = time.monotonic() - child.began
         self._send({"result": asdict(replace(result, seconds=took_s))})
         if child.ports:
@@ -207,21 +229,23 @@ def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
     os._exit(CANNOT_RUN)
 
 
-def _directory_result(child: CheckChild, status: int) -> CheckResult:
+def _directory_result(child: RunningCheck, status: int) -> CheckResult:
     if child.killed:
         return failed(child.check, f"{child.killed}: is it a mount whose server is unreachable?")
     try:
         return CheckResult(**json.loads(child.output))
     except (ValueError, TypeError):
-        return skipped(child.check, f"it could not be checked: {first_line(child.output) or _describe_exit(status)}")
+        return skipped(
+            child.check, f"it could not be checked: {first_line(child.output) or f'it {describe_status(status)}'}"
+        )
 
 
-def _plugin_result(child: CheckChild, status: int) -> CheckResult:
+def _plugin_result(child: RunningCheck, status: int) -> CheckResult:
     reason = first_line(child.output)
     if child.killed:
         return failed(child.check, child.killed)
     if os.WIFSIGNALED(status):
-        return failed(child.check, f"{_describe_exit(status)}{': ' * bool(reason)}{reason}")
+        return failed(child.check, f"it {describe_status(status)}{': ' * bool(reason)}{reason}")
     code = os.WEXITSTATUS(status)
     if code == CANNOT_RUN and "cannot be executed" in reason:
         return skipped(child.check, reason)
@@ -235,12 +259,6 @@ def first_line(output: bytes) -> str:
     lines = output.decode("utf-8", "replace").strip().splitlines()
     text = "".join(letter if letter.isprintable() else "·" for letter in (lines[0].strip() if lines else ""))
     return shortened(text, MAX_REASON_CHARS)
-
-
-def _describe_exit(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"it was ended by {signal_name(os.WTERMSIG(status))}"
-    return f"it exited with {os.WEXITSTATUS(status)}"
 
 
 def _kill(pid: int) -> None:

@@ -26,6 +26,8 @@ from elasticd_daemon import health
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.health import gpu_checks, network_ports, plugins
 from elasticd_daemon.health.directories import format_size
+from elasticd_daemon.health.kubernetes_node import KubernetesNode
+from elasticd_daemon.health.policy import HealthVerdict
 from elasticd_daemon.health.result import CheckResult, GpuUsage, Outcome, failed, passed, skipped
 
 ALL_REDUCE = "all-reduce"
@@ -46,7 +48,14 @@ def check_all_reduce(
     import_s: float = IMPORT_TIMEOUT_S,
     stop: int | None = None,
 ) -> CheckResult:
-    """`devices`: CUDA_VISIBLE_DEVICES of each slot, none for CPUs. `stop`: an fd that is readable to give up."""
+    """Run an all-reduce over all slots of this node, as a job would: it shows a GPU or a link that is ill and says
+    nothing.
+
+    `devices`: CUDA_VISIBLE_DEVICES of each slot, none for CPUs. `within_s`: for the all-reduce; `import_s`: for torch
+    before it. `stop`: a descriptor that is readable to give up.
+
+    The result is skipped where nothing can be compared (one slot without a GPU), or where the interpreter has no torch.
+    """
     if not devices and len(slots) < 2:
         return skipped(ALL_REDUCE, "a single slot without a GPU has no peer")
     with TemporaryDirectory(prefix="elasticd-health-") as directory:
@@ -96,8 +105,14 @@ MIN_FREE_BYTES = 1 << 30
 
 
 class NodeChecks:
+    """All checks of this node, by its settings. A run takes the results of what must not run now
+    from the run before.
+    """
+
     def __init__(self, settings: NodeSettings, environ: Mapping[str, str], on_event: Callable[[], None]) -> None:
-        """`on_event` is called from another thread when a run would find something new."""
+        """Prepare the checks. `on_event` is called from another thread when a run would find something new, such as an
+        Xid.
+        """
         self._settings = settings
         self._environ = environ
         self._on_event = on_event
@@ -106,6 +121,7 @@ class NodeChecks:
         self.gpu_usage: tuple[GpuUsage, ...] = ()
         self._most_links: dict[str, int] = {}
         self._ports: dict[str, Any] = {}
+        self._kubernetes = KubernetesNode(settings.node)
         self._stuck: dict[str, tuple[int, int, str]] = {}
         self._stop = Waker()
 
@@ -123,7 +139,12 @@ class NodeChecks:
 
     def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
         """Except the all-reduce. `idle`: no job runs here. `most_gpus`: the most that were ever seen here."""
-        return [check_memory(idle), *self._gpus(most_gpus), *self._in_check_process()]
+        of_kubernetes = self._kubernetes.check(self._settings.health)
+        return [check_memory(idle), *self._gpus(most_gpus), *of_kubernetes, *self._in_check_process()]
+
+    def report(self, verdict: HealthVerdict) -> None:
+        """Tell others of the verdict that follows from the results."""
+        self._kubernetes.report(self._settings.health, verdict)
 
     def all_reduce(self) -> CheckResult:
         slots = self._settings.slot_count(self._environ)

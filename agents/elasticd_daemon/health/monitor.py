@@ -2,6 +2,11 @@
 
 The node loop never waits for it: `current()` returns a value. A run of checks is bounded; a run that hangs all the same
 makes the node unhealthy.
+
+The history is in a file, so a restart of the agent forgets no strikes, and `elasticd doctor` shows the same state. A
+deleted file is a request to begin anew. Two exceptions keep healthy jobs alive: a node that registered before and whose
+history was lost counts as fit, and silence of the checking thread counts only while the agent itself was awake to hear
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +27,6 @@ from elasticd_daemon.health.policy import (
     HealthVerdict,
     after_checks,
     after_job_failure,
-    after_reset,
     health_verdict,
 )
 from elasticd_daemon.health.result import CheckResult, GpuUsage, failed
@@ -100,7 +104,7 @@ class HealthMonitor:
         return self._history.streak
 
     def close(self) -> None:
-        """Bounded."""
+        """Stop checking. The wait for the thread is bounded."""
         self._closing = True
         self._inbox.put(None)
         self._checks.stop()
@@ -112,12 +116,14 @@ class HealthMonitor:
     # The thread:
 
     def _run(self) -> None:
+        """Check when a check is due, post every change, and handle messages in between."""
         check_at, posted = time.monotonic(), self.current()
         while True:
             if time.monotonic() >= check_at:
                 self._check()
                 check_at = time.monotonic() + self._pause_s()
             change = self.current()
+            self._checks.report(change)
             if (change.state, change.why) != (posted.state, posted.why):
                 self._post(change)
                 posted = change
@@ -137,6 +143,7 @@ class HealthMonitor:
             check_at = time.monotonic()
 
     def _check(self) -> None:
+        """Run the checks once and weigh the results. Results of a run that `close` interrupted mean nothing."""
         try:
             results = self._run_checks(self._idle())
         except Exception as error:  # noqa: BLE001 as a rule no process, pipe or file can be created
@@ -147,10 +154,11 @@ class HealthMonitor:
         self.results = tuple(results)
         self._checked_at = time.monotonic()
         if self._file.was_deleted():
-            self._history = after_reset(self._history)
+            self._history = HealthHistory(checks=self._history.checks, fit_since_boot=self._history.fit_since_boot)
         self._save(after_checks(self._history, results, self._checked_at, self._rules))
 
     def _run_checks(self, idle: bool) -> list[CheckResult]:
+        """Run the checks, and the all-reduce where it has to pass first and no other fault explains its failure."""
         results = self._checks.run(idle, self._file.max_gpus)
         if (
             not self._all_reduce_passed

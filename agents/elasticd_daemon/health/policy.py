@@ -150,11 +150,6 @@ def _quarantine(
     )
 
 
-def after_reset(history: HealthHistory) -> HealthHistory:
-    """A person deleted the file: only present failures count."""
-    return HealthHistory(checks=history.checks, fit_since_boot=history.fit_since_boot)
-
-
 def after_reboot(history: HealthHistory) -> HealthHistory:
     """The streak stays; a cool-off ends, since a reboot repairs most faults."""
     return replace(history, checks=(), fit_since_boot=False, quarantined_until=float("-inf"), job_failures=(), why="")

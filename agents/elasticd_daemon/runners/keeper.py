@@ -30,7 +30,7 @@ PAUSE_S = 1.0
 """Between attempts to kill processes that survive SIGKILL."""
 
 
-def keep(lock: int, others: Iterable[int]) -> int:
+def fork_runner(lock: int, others: Iterable[int]) -> int:
     """Fork: return in the child, which becomes the runner, with the keeper's pid. The keeper itself never returns.
 
     `lock`: the keeper's, closed in the child. `others`: descriptors of the runner's, closed in the keeper.

@@ -4,6 +4,14 @@ The runner has its own session, lease, planner and hang detection, so the end, a
 training. It holds the lock of its folder while any process of the job exists, answers on a control socket, and writes
 its exit last. After `adopt_timeout` without a request from an agent it leaves as after a SIGTERM, so that the other
 nodes continue without this one. It never contacts the agent.
+
+The order of its start follows from whom it becomes. As root it may join a control group, read the store's secrets from
+a descriptor, and keep a process that holds the locks; then it becomes the job's user, and from that moment other
+processes of this user may try to influence it. So it makes itself not dumpable, dies with its keeper, opens its log
+without following links, and believes nothing in its folder that it has not opened before.
+
+Its exit file is reserved when it starts, since a disk that is full at the end must not turn a job that succeeded into
+one that crashed.
 """
 
 from __future__ import annotations
@@ -25,8 +33,7 @@ from elasticd_agent.job import preflight
 from elasticd_agent.job.loop import Message
 from elasticd_agent.job.reporting import Reporting
 from elasticd_agent.job.run import RunContext, run_job
-from elasticd_agent.model.exit_codes import REQUEUE, TERMINATED
-from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
+from elasticd_agent.model.job import REQUEUE, TERMINATED, AgentSettings, JobSpec, Policy
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
 from elasticd_agent.system.files import open_plain, replace_link
@@ -41,7 +48,7 @@ from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.keys import RUNNER_COMM
 from elasticd_daemon.runners import liveness
 from elasticd_daemon.runners.history import RecentRounds, RunnerMetrics
-from elasticd_daemon.runners.keeper import keep
+from elasticd_daemon.runners.keeper import fork_runner
 from elasticd_daemon.runners.spawn import Account, become, check_interpreter
 from elasticd_daemon.runners.spec import (
     RunnerSpec,
@@ -71,7 +78,7 @@ def job(argv: Sequence[str]) -> int:
     _reset_oom_score()
     files = JobFiles(Path(argv[0]))
     lock, secrets_fd, *locks = map(int, argv[2:])
-    keeper, code_lock = (keep(locks[0], (lock, secrets_fd)), locks[1:]) if argv[1] else (0, locks)
+    keeper, code_lock = (fork_runner(locks[0], (lock, secrets_fd)), locks[1:]) if argv[1] else (0, locks)
     for fd in (lock, *code_lock):
         os.set_inheritable(fd, False)
     liveness.write_owner(files.lock)
@@ -120,7 +127,10 @@ def _reset_oom_score() -> None:
 def run_to_end(
     spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], account: Account | None = None
 ) -> int:
-    """`account`: whom it has become, None if it has its first user."""
+    """Run the job and write its exit, whatever happens. Returns the exit code.
+
+    `account`: the user that this process has become, None if it is its first user.
+    """
     files.runner_exit.unlink(missing_ok=True)
     try:
         reserve_exit_space(files)
@@ -223,6 +233,10 @@ class RunnerReporting(Reporting):
         return self._metrics
 
     def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
+        """Return the verbs of the runner's control socket: poll, status, metrics, leave. Each poll shows that an agent
+        lives.
+        """
+
         def stop(why: str) -> None:
             post(StopRequested("SIGTERM", TERMINATED, time.monotonic(), why))
 
@@ -268,6 +282,7 @@ class AgentWatchdog:
         self._thread.start()
 
     def contacted(self) -> None:
+        """Note that an agent has asked."""
         self._contact_at = time.monotonic()
 
     def close(self) -> None:
@@ -275,6 +290,7 @@ class AgentWatchdog:
         self._thread.join(1.0)
 
     def _run(self) -> None:
+        """Wait for the timeout, anew after each contact, and longer by as long as this process could not run."""
         while (left := self._contact_at + self._timeout_s - time.monotonic()) > 0:
             wake_at = time.monotonic() + left
             if self._closing.wait(left):

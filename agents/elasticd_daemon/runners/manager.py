@@ -2,6 +2,23 @@
 
 A runner is identified by the lock of its run and by its process's identity, never by a bare pid, so no other process is
 ever signalled. Everything except `alive` belongs to the main loop's thread.
+
+A runner outlives the agent that started it, since an upgrade of the agent must not restart training. So its life cannot
+be known from being its parent. Three things are known about it instead:
+- The lock of its folder. The runner and its keeper hold it through one open file description, which their children
+  inherit. It is free exactly when no process of the run is left, whichever of them were killed.
+- The identity of its process: pid and start time, written beside the lock, and a pidfd. A pid that was given to another
+  process has another start time.
+- Its control socket, over which it reports what it runs, as long as it answers.
+
+A run is over when its lock is free, and only then are its slots given to another job: two runs on one GPU would take
+each other's memory. When the runner was killed and processes of it remain, its owner ends them within
+`REMNANT_GRACE_S`; after that they are killed from here, found by the lock that they hold. Two empty scans in a row are
+required before the agent believes that it cannot find them, as a scan of /proc may miss a process that is just being
+forked.
+
+A folder with an unreadable spec still counts as a runner if its lock is taken. It may use any slot, so none is given
+away until it has reported what it runs.
 """
 
 from __future__ import annotations
@@ -25,7 +42,7 @@ from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.keys import RUNNER_COMM
 from elasticd_daemon.runners import liveness
 from elasticd_daemon.runners.liveness import ProcessIdentity
-from elasticd_daemon.runners.poller import RunnerPoller, ask_runner
+from elasticd_daemon.runners.poller import RunnersPoller, ask_runner
 from elasticd_daemon.runners.reconcile import LocalRunner, RunnerEnd
 from elasticd_daemon.runners.spawn import Account, NotAllowed, missing_capability, spawn
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, exit_for, read_exit, read_spec
@@ -44,6 +61,8 @@ SIGN_GRACE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class ManagedRunner:
+    """A runner of this node, as far as it is known: its spec, its processes, and the deadlines of its end."""
+
     spec: RunnerSpec
     files: JobFiles
     state: Literal["starting", "running", "leaving"] = "starting"
@@ -96,6 +115,7 @@ class ManagedRunner:
         return not poll.poll(0)
 
     def signal(self, signum: int) -> None:
+        """Signal the runner through its pidfd, which can name no other process."""
         if self.pidfd is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self.pidfd, signum)
@@ -134,7 +154,7 @@ class RunnerManager:
         self._log = log
         self._code = code
         self._runners: dict[tuple[str, int], ManagedRunner] = {}
-        self._poller = RunnerPoller(post, poll_interval_s)
+        self._poller = RunnersPoller(post, poll_interval_s)
 
     def close(self) -> None:
         """Stop monitoring; the runners continue."""
@@ -177,7 +197,11 @@ class RunnerManager:
         return ends
 
     def _adoptable(self, files: JobFiles, until: float) -> RunnerSpec | None:
-        """The spec of the run; None: there is none, and no runner either."""
+        """Return the spec of the run in a folder; None: there is none, and no runner either.
+
+        A spec that cannot be read, on a disk that was full, is asked of the runner itself, within `SPEC_FROM_RUNNER_S`
+        for all of them together.
+        """
         try:
             spec = read_spec(files)
             if files.root.name != f"{spec.job}.{spec.number}":
@@ -196,6 +220,7 @@ class RunnerManager:
             return reported or (RunnerSpec(job, int(number), "", (), "") if number.isdecimal() else None)
 
     def _folders(self) -> list[Path]:
+        """Return the folders of runs that this node has started and not finished."""
         try:
             return [self._state / "jobs" / run.name for run in (self._state / "runners").iterdir()]
         except FileNotFoundError:
@@ -204,9 +229,13 @@ class RunnerManager:
     def start(
         self, spec: RunnerSpec, account: Account, secrets: StoreSecrets, limits: Mapping[str, int] | None = None
     ) -> int:
-        """Start a runner; its pid. Raises OSError if its folder or process cannot be created, UsageError.
+        """Start a runner and return its pid.
 
-        `limits`: of its control group, by controller.
+        `limits` are those of its control group, by controller. The lock is taken before the fork and inherited by the
+        runner, so there is no moment in which the run has a process and no lock.
+
+        Raises OSError if its folder or process cannot be created, UsageError, NotAllowed where this node cannot enforce
+        a limit.
         """
         if limits:
             try:

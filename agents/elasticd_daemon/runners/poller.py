@@ -1,6 +1,9 @@
 """Polls the runners, each from a thread: shows them that the agent is alive, keeps their status, notices their end.
 
 The main loop never waits for a runner, and no runner for another one.
+
+A poll is also the sign of life that a runner waits for: without one for `adopt_timeout` it leaves. A runner is polled
+by its process's identity, not by its folder, so the answer of a later run never counts for an earlier one.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ Key = tuple[str, int]
 Target = tuple[Key, ProcessIdentity]
 
 
-class RunnerPoller:
+class RunnersPoller:
     """Polls each runner every `interval_s` seconds, in a thread of its own: a runner that answers slowly, or a file
     system that does not, delays no other. `post` is called when a runner has ended, and at its first answer. Methods
     belong to the main loop's thread.

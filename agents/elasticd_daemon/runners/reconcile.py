@@ -2,6 +2,12 @@
 
 Missing data causes no action: a runner is stopped only because a record about its job excludes it, never because the
 store has no record. The scheduler decides where jobs run.
+
+It compares three things: what the store wants here (placements, with their numbers), what runs here, and how earlier
+runs have ended here. From each difference follows one action, and none from agreement, so the function may be called at
+any time and as often as anybody likes. Its output is the whole plan; the executor does not add to it.
+
+A run has a number. A runner whose number is lower than the placement's is of an earlier run of the job, and stops.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ class LocalRunner:
 
     @property
     def key(self) -> Key:
+        """The job and the number of its run."""
         return self.spec.job, self.spec.number
 
 
@@ -85,7 +92,11 @@ class RunOutcomes:
     backoffs: dict[Key, CrashBackoff] = field(default_factory=dict)
 
     def add(self, end: RunnerEnd, ran_s: float, now: float) -> str:
-        """Returns the consequence in one sentence."""
+        """Note the end of a runner; returns its consequence in one sentence.
+
+        A job that ended is reported; a runner that left is done; a runner that crashed is started again after a
+        backoff.
+        """
         key, exit, job = end.key, end.exit, end.spec.job
         if exit is not None and exit.outcome in ("succeeded", "failed", "refused"):
             self.backoffs.pop(key, None)

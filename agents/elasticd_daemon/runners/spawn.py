@@ -1,4 +1,13 @@
-"""Starts a runner as its job's user: its spec, environment, user and file descriptors."""
+"""Starts a runner as its job's user: its spec, environment, user and file descriptors.
+
+The agent runs as root where jobs run as others. From root to the job's user there is one way, and it is taken in the
+runner, after it has read what only root may read and before it opens anything that the user could have prepared. The
+agent itself never acts as another user and never starts a program of theirs: a process of the user can stop its
+parent's wait, and a file of the user's can be anything.
+
+The interpreter is started so that no file of the job's user is imported by it: no user site directory, and PYTHONPATH
+only where the agent itself was started with one.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 A runner needs nothing else from the agent that started it, and the next agent reads both. They are 0600, because a
 job's environment may be confidential; the store's credentials are in neither, see `StoreSecrets`.
+
+Both files are written whole or not at all. The exit is written last, into space that was reserved when the runner
+started, so a disk that is full at the end cannot turn a job that succeeded into one that crashed. A reader takes what
+it knows from a file of another version and refuses what contradicts itself, since the folder belongs to the job's user.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Every function may be called from any thread of any agent, several at once: after a lost race it reads again, and it
 returns the record that counts. UsageError: the request is impossible. StoreUnavailable: the store does not answer; the
 sentence says what is known about the request.
+
+Several agents serve requests at once, and a client repeats one whose answer it has not seen. Both are settled by the
+records themselves: every write is a compare-and-swap against what was read, a submission has a token by which its
+repetition is recognised, a result is final once it is written, and numbers are taken from one sequence that continues
+above everything known even if it was lost.
 """
 
 from __future__ import annotations
@@ -12,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elasticd.errors import StoreUnavailable, UsageError, WireError
-from elasticd_agent.model.exit_codes import TERMINATED
-from elasticd_agent.model.job import check_identifier, check_new_id
+from elasticd_agent.model.job import TERMINATED, check_identifier, check_new_id
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.model.phrases import shortened
 from elasticd_agent.store import Store, Versioned

@@ -14,7 +14,7 @@ The rules, in order:
    the submitter whose jobs use the fewest slots; then by number. A job that the present nodes could run if they were
    empty blocks the jobs behind it, and stays first of its priority until it starts, so that a large job is not starved
    by small ones; a job that they could not run blocks none.
-4. Jobs below their maximum grow onto free nodes once no pending job could use them.
+4. Jobs below their maximum, spares included, grow onto free nodes once no pending job could use them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
+from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges, with_reason
 from elasticd_daemon.config.job_file import shared_directories
 from elasticd_daemon.health.result import EVERY_JOB
 from elasticd_daemon.records import ClusterView, Cordon, NodeStatus, Placement, Refusal, SlotAssignment, Submission
@@ -90,7 +90,7 @@ def _head(unfinished: list[tuple[Submission, Placement | None]]) -> Submission |
     return None
 
 
-def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
+def jobs_refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
     """(job, number) of the pending jobs that every node refuses which has the slots and labels, in whatever state it
     is; and the nodes' reasons. A job that needs more such nodes than there are waits for others.
     """
@@ -115,6 +115,8 @@ def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
 
 @dataclass(slots=True)
 class _Node:
+    """One node while placements are decided: what it has, what is taken, and why it takes nothing."""
+
     status: NodeStatus
     absent: bool
     unschedulable: str  #: why it takes no new jobs; "" if it does
@@ -124,6 +126,7 @@ class _Node:
 
     @property
     def free(self) -> tuple[int, ...]:
+        """The slots that nothing runs in and nobody has been given."""
         return tuple(s for s in range(self.status.slots) if s not in self.busy and s not in self.allocated)
 
     def allocate(self, assignment: SlotAssignment, job: str) -> None:
@@ -168,7 +171,7 @@ def _evict_reason(status: NodeStatus, cordon: Cordon | None, keeps_jobs: bool) -
     if cordon is not None and cordon.drain:
         return f"{status.node} is {cordon.text}"
     if status.state == "draining" or (status.state == "quarantined" and not keeps_jobs):
-        return _with_reason(f"{status.node} is {status.state}", status.why)
+        return with_reason(f"{status.node} is {status.state}", status.why)
     return ""
 
 
@@ -177,16 +180,12 @@ def _unschedulable_reason(status: NodeStatus, cordon: Cordon | None, absent: boo
     if cordon is not None and status.state != "quarantined":
         return f"{status.node} is {cordon.text}"
     if status.state != "ready":
-        return _with_reason(f"{status.node} is {status.state}", status.why)
+        return with_reason(f"{status.node} is {status.state}", status.why)
     return _absent(status.node) if absent else ""
 
 
 def _absent(node: str) -> str:
     return f"{node} is absent"
-
-
-def _with_reason(what: str, why: str) -> str:
-    return f"{what}: {why}" if why else what
 
 
 @dataclass(slots=True)
@@ -202,6 +201,7 @@ class _Job:
 
     @property
     def runs(self) -> bool:
+        """True if the job has its minimum of nodes."""
         return len(self.assignments) >= self.submission.min_nodes
 
     @property
@@ -305,9 +305,11 @@ def _restore_minimum(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
 
 
 def _turns(jobs: Sequence[_Job], head: Submission | None) -> Iterator[_Job]:
-    """The jobs that do not run, each when its turn comes; what the caller does with one counts for the next.
+    """Yield the jobs that do not run, each when its turn comes; what the caller does with one counts for the next.
 
-    `jobs` are sorted by priority and number. `head`: the job that blocks the queue already.
+    `jobs` are sorted by priority and number. `head` is the job that blocks the queue already. Within a class, jobs that
+    have run before come first, since they hold work that would be lost; then submitters take turns by the slots that
+    they use, so one who submits a thousand jobs waits behind one who submits one.
     """
     used = Counter[str]()
     waiting = []
@@ -358,7 +360,7 @@ def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     if any(not job.runs and _feasible(job, nodes) for job in jobs):
         return
     for job in jobs:
-        if job.runs and job.submission.grow and len(job.assignments) < job.submission.max_nodes:
+        if job.runs and job.submission.grow and len(job.assignments) < job.submission.most_nodes:
             before = set(job.assignments)
             _bind(job, nodes)
             if added := sorted(job.assignments.keys() - before):
@@ -367,7 +369,11 @@ def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
 
 
 def _bind(job: _Job, nodes: dict[str, _Node]) -> bool:
-    """Assign nodes to the job, up to its maximum, if that reaches its minimum. False: nothing was assigned."""
+    """Assign nodes to the job, up to its maximum, if that reaches its minimum. False: nothing was assigned.
+
+    Nodes that it has run on come first, since they may have its checkpoints in memory or on a local disk; then those
+    with the most slots for it; then the tightest fit, so that large nodes stay whole for large jobs.
+    """
     submission = job.submission
     known = () if job.written is None else (*job.written.previous_nodes, *(a.node for a in job.written.assignments))
     fit = [node for name, node in nodes.items() if name not in job.assignments and _fits(job, node)]
@@ -375,18 +381,19 @@ def _bind(job: _Job, nodes: dict[str, _Node]) -> bool:
     def preference(node: _Node) -> tuple[bool, int, int, str]:
         # Nodes it ran on may have its checkpoints; then the most slots; then the tightest fit: others stay whole.
         free, name = len(node.free), node.status.node
-        return name not in known, -min(free, submission.max_slots), free, name
+        return name not in known, -min(free, submission.most_slots), free, name
 
     if len(job.assignments) + len(fit) < submission.min_nodes:
         return False
-    for node in sorted(fit, key=preference)[: submission.max_nodes - len(job.assignments)]:
-        assignment = SlotAssignment(node.status.node, node.free[: submission.max_slots])
+    for node in sorted(fit, key=preference)[: submission.most_nodes - len(job.assignments)]:
+        assignment = SlotAssignment(node.status.node, node.free[: submission.most_slots])
         job.assignments[assignment.node] = assignment
         node.allocate(assignment, submission.job)
     return True
 
 
 def _evict(job: _Job, nodes: dict[str, _Node]) -> None:
+    """Release all nodes of a job that has too few, and say so."""
     job.changes.append(f"{listing(job.assignments)} alone {is_are(job.assignments)} too few")
     for name, assignment in job.assignments.items():
         nodes[name].release(assignment)
@@ -394,6 +401,7 @@ def _evict(job: _Job, nodes: dict[str, _Node]) -> None:
 
 
 def _fits(job: _Job, node: _Node) -> bool:
+    """True if the node can take a part of the job now."""
     usable = not node.unschedulable and node.status.node not in job.refusals
     fits = usable and len(node.free) >= job.submission.min_slots and not _missing_labels(job, node)
     return fits and not _unusable_directory(job, node)
@@ -467,7 +475,7 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
             obstacles.append(f"{name} has no label {listing(missing)}")
         elif directory := _unusable_directory(job, node):
             cannot = "start a job" if directory == EVERY_JOB else f"use {directory}"
-            obstacles.append(_with_reason(f"{name} cannot {cannot}", node.status.why))
+            obstacles.append(with_reason(f"{name} cannot {cannot}", node.status.why))
         elif free and slots >= job.submission.min_slots:
             obstacles.append(f"{name} has {len(node.free)} of {slots} free")
         else:
@@ -476,7 +484,7 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
 
 
 def _refused(names: Iterable[str], why: str) -> str:
-    return _with_reason(f"{listing(names)} refused it", why)
+    return with_reason(f"{listing(names)} refused it", why)
 
 
 def _slots(assignment: SlotAssignment) -> str:

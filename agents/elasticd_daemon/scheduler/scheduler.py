@@ -42,7 +42,7 @@ from elasticd_agent.store.lease import LeasedKey
 from elasticd_daemon import keys as names
 from elasticd_daemon.records import ClusterView, Cordon, JobResult, KnownNode, NodeStatus, Placement, Submission
 from elasticd_daemon.scheduler import job_queue, retention
-from elasticd_daemon.scheduler.policy import refused_everywhere, schedule
+from elasticd_daemon.scheduler.policy import jobs_refused_everywhere, schedule
 
 REFRESH_S = 20.0
 """Everything is read again this often, in case a watch missed something."""
@@ -184,7 +184,7 @@ class Scheduler:
 
     def _fail_refused(self, view: ClusterView, now: float) -> None:
         """A job that has trained stays pending: its state is worth more than an early answer."""
-        refused = refused_everywhere(view)
+        refused = jobs_refused_everywhere(view)
         since_boot = max(now, BOOT_S)  # monotonic time begins at the boot
         self._refused_since = {key: self._refused_since.get(key, since_boot) for key in refused}
         for (job, number), since in self._refused_since.items():

@@ -48,7 +48,7 @@ DONOR = "donor"
 """Key in a sharded state: the rank that saved state.pt at a fault."""
 _Kept = tuple[list[bytes], list[list[StateDict]]]
 """Small objects, pickled, and the groups of optimizers."""
-_CHANGED = "what is attached was changed after session.step()"
+CHANGED = "what is attached was changed after session.step()"
 _CHANGES = "what is attached is changed between session.step() and the optimizer's step"
 MOST_CHANGES = 3
 """Steps in a row before which it may change where counters show it, such as by load_state_dict()."""
@@ -298,11 +298,11 @@ class CommittedState:
         """The commit that the memory is at, if there is one."""
         return self._ring.current()
 
-    def check_unchanged(self, commit: Commit) -> None:
-        """Raises CheckpointError if the state is not that of this commit any more."""
+    def has_changed(self, commit: Commit) -> bool:
+        """The state is not that of this commit any more."""
         path = step_files.path_of("commit", self._context.group.rank)
         committed = step_record.read(path, commit.step, self._host_buffers())
-        if (
+        return (
             not commit.is_whole()
             or _groups(self.optimizers) != self._groups
             or self._fingerprint.changed()
@@ -310,8 +310,12 @@ class CommittedState:
             or committed.pieces != self._record.pieces()
             or commit.revision != self._fingerprint.revision
             or self._copied(self._pieces) != self._copied(commit.buffers[len(self._on_device) :])
-        ):
-            raise CheckpointError(_CHANGED)
+        )
+
+    def check_unchanged(self, commit: Commit) -> None:
+        """Raises CheckpointError if it has changed, or cannot be saved any more."""
+        if self.has_changed(commit):
+            raise CheckpointError(CHANGED)
         now = {path: holder[key] for path, (holder, key) in step_files.buffers(self._attached)}
         kinds = [
             {path: step_record.kind(buffer) for path, buffer in buffers.items()} for buffers in (now, self._buffers)

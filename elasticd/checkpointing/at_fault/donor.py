@@ -19,6 +19,11 @@ survivor is enough to lose no step, if what it copies is the state of that step 
 6. The next round resumes from it (`restore`). A rank that died takes its random state from its own record, or from that
    of a rank which has drawn alike.
 
+A rank that stays in its process (`session.run`) copies nothing in 5: it holds the state, since nothing changes it any
+more. It begins no other step before it is unwound, compares the state again once the script has left it, and keeps this
+thread until the next round has the state: who is killed meanwhile is asked first, and copies what it holds. So it does
+when it waits for long.
+
 What this order prevents:
 
 - Half of a step: the lock of 2, and on a GPU an event before each optimizer step and one at each commit.
@@ -26,6 +31,8 @@ What this order prevents:
   and the rank gives up rather than save a state that belongs to no step.
 - A save of an older step than the newest that a rank has ended: a rank sends its gradients before it commits, so the
   others can end that step, too, and 4 waits for them to do so.
+- A state that is lost with the only process that holds it: the launcher asks again, for a copy, before it kills a rank
+  that does not leave its round, unless another one has left it and holds the state.
 - A state that only this rank has: `donor_rules` refuses scripts of which ranks may differ, by a sentence in the log.
 - A rank that saves for ever: it is killed after the launcher's wait, and the last save as usual is resumed from.
 
@@ -37,6 +44,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import socket
 import sys
 import threading
@@ -48,18 +56,21 @@ import torch
 
 from elasticd import channel
 from elasticd.checkpointing.at_fault import step_files, step_record
-from elasticd.checkpointing.at_fault.committed_state import CommittedState
+from elasticd.checkpointing.at_fault.committed_state import CHANGED, CommittedState
 from elasticd.checkpointing.at_fault.donor_rules import averaged, reason_against
+from elasticd.checkpointing.at_fault.held_commit import HeldCommit, large_storages
 from elasticd.checkpointing.at_fault.step_ring import Commit
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_number, donated_step
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
-from elasticd.checkpointing.state import device_copy
+from elasticd.checkpointing.state import device_copy, training_state
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
+from elasticd.checkpointing.state.training_state import RandomState
+from elasticd.checkpointing.storage.atomic_write import write_at
 from elasticd.checkpointing.storage.manifest import Manifest
 from elasticd.errors import CheckpointError
-from elasticd.launch_channel import NoLaunchChannel
+from elasticd.rejoin.launch_channel import NoLaunchChannel
 
 LONGEST_COPY_S = 200e-6
 """The longest that the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
@@ -84,7 +95,16 @@ LONGEST_STAY_S = 5.0
 """The wait for the launcher to kill or unwind this rank, which it does at once."""
 LONGEST_WAIT_S = 5.0
 """The wait for another rank that copies the same step: the launcher waits for all."""
+COPY_HELD_S = 1.0
+"""A state that is held for longer is copied, too: all processes that hold it may be lost while they wait. The only one
+of its node begins at once. A copy that is not complete when the round is does not go on."""
+_SLICE_BYTES = 16 << 20
+"""The part of a tensor after which such a copy may end."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
+
+
+class _NotNeeded(Exception):
+    """The next round has the state."""
 
 
 class CopyTrial:
@@ -124,12 +144,15 @@ class Donor:
         optimized: bool,
         is_in_step: Callable[[], bool] = lambda: False,
         launch: NoLaunchChannel | None = None,
+        keeps_objects: bool = True,
     ) -> None:
         """`optimized`: an optimizer has begun a step before. `is_in_step` returns whether this rank has begun to do
-        something with the others since the last commit. `launch` may have this process leave the round.
+        something with the others since the last commit. `launch` may have this process leave the round;
+        `keeps_objects`: the attached objects are those of the next round, too.
         """
+        self._keeps_objects = keeps_objects
         self._launch = launch or NoLaunchChannel()
-        self._context = context
+        self._context, self._attached = context, attached
         self._is_in_step = is_in_step
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -152,7 +175,18 @@ class Donor:
         self._trial = CopyTrial()
         self._expect_s = 0.0
         self._socket: socket.socket | None = None
+        self._round = context.round
+        """The round in which it answers."""
+        self.held: HeldCommit | None = None
+        """The state of the last commit, from the launcher's word that this process is to stay."""
+        self._left_with = ""
+        """The digest of that state, once the script has left it unchanged."""
+        self._is_copied = False
+        """A copy of it is in memory, or is not needed."""
+        self._copy_after_s = COPY_HELD_S
         self._closed = self._failed = self._is_silent = False
+        self._unsaved: tuple[int, str] | None = None
+        """Step and reason of the last report."""
         self._hooks: list[Any] = []
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
@@ -182,7 +216,7 @@ class Donor:
         assert self._context.writer is not None
         connection = channel.connect(self._context.writer.path)
         try:
-            channel.send(connection, {"do": "donor", "round": self._context.round, "version": PROTOCOL})
+            channel.send(connection, {"do": "donor", "round": self._round, "version": PROTOCOL})
         except OSError:
             connection.close()
             raise
@@ -255,6 +289,18 @@ class Donor:
             self._has_begun = self._is_changed = False
             self._lock.release()
 
+    def begin_at(self, step: int, random_state: RandomState) -> None:
+        """The state of `step` has been restored, with this random state: it can be saved before the first step."""
+        device = self._context.group.device
+        now = training_state.random_state(device)
+        training_state.set_random_state(random_state, device)
+        self.begin()
+        self._optimized = True
+        self.commit(step)
+        training_state.set_random_state(now, device)
+        if not self._why:
+            self._committed.pass_over()  # the script may still change it, such as by freezing layers
+
     def begin_step(self, is_changed: bool, is_tail: bool) -> bool:
         """Take into the last commit what the script has changed or drawn since then; True if it has drawn.
 
@@ -302,9 +348,23 @@ class Donor:
         """At a fault, as far as is known now."""
         return not self._why
 
+    @property
+    def can_hold(self) -> bool:
+        """The state of the last commit, in this process, as far as is known now."""
+        return not self._why and self._step > 0 and self._may_hold()
+
+    def _may_hold(self) -> bool:
+        """The state can stay in the objects. A GPU is behind its processor, and what it has needs a copy."""
+        return self._keeps_objects and self._committed.copies is None
+
+    def begin_pause(self) -> None:
+        """At the end of a step: the ranks wait there, so the script changes nothing before the launcher's request."""
+        self._has_begun = True
+
     def _report_unsaved(self, step: int, why: str) -> None:
-        if self._is_silent:
+        if self._is_silent or self._unsaved == (step, why):
             return
+        self._unsaved = step, why
         reason = f"rank {self._context.group.rank} has not saved step {step} at the fault: {why}"
         self._context.events.write("message", reason, step)
 
@@ -341,22 +401,44 @@ class Donor:
         """Until the writer or the session ends; returns why the writer refuses this rank, "" if it does not."""
         assert self._socket is not None
         with contextlib.suppress(OSError):
-            while (request := channel.receive(self._socket)) is not None:
+            while (request := self._next_request(self._socket)) is not None:
                 if refused := request.get("refused"):
                     return str(refused)
-                if self._can_copy():
+                if self.held is not None or self._can_copy():
                     channel.send(self._socket, {"do": "saving"})
                     try:
                         until = time.monotonic() + min(WAIT_S + 2 * self._change_s, LONGEST_CHANGE_S)
-                        if self._committed.copies is None:  # a GPU is behind what its processor has committed
-                            self._catch_up(until)
-                        self._wait_for_begin()
-                        self._save(max(until - time.monotonic(), 0.05), request.get("ends", False))
+                        if self.held is None:
+                            if self._committed.copies is None:  # a GPU is behind what its processor has committed
+                                self._catch_up(until)
+                            self._wait_for_begin()
+                        wait_s = max(until - time.monotonic(), 0.05)
+                        self._save(wait_s, request.get("ends", False), request.get("stays", 0))
                     except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
                         if not self._why:
                             self._give_up(f"{type(error).__name__}: {error}")
-                channel.send(self._socket, {"do": "donated"})
+                self._answer()
         return ""
+
+    def _next_request(self, connection: socket.socket) -> channel.Message | None:
+        """None at the end. Meanwhile a state that is held for long is copied."""
+        while self.held is not None and not self._is_copied:
+            if select.select([connection], [], [], self._copy_after_s)[0]:
+                break
+            with self._lock:
+                self._keep_held()
+        return channel.receive(connection)
+
+    def _keep_held(self) -> None:
+        with contextlib.suppress(_NotNeeded):
+            if self.held is not None and not self._is_copied:
+                self._keep(self.held, in_time=False)
+            self._is_copied = True
+
+    def _answer(self) -> None:
+        if self._socket is not None:
+            held = self.held.commit.step if self.held is not None else 0
+            channel.send(self._socket, {"do": "donated", "held": held})
 
     def _can_copy(self) -> bool:
         if self._why or self._committed.copies is None:
@@ -426,11 +508,8 @@ class Donor:
         if self._is_forked():
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
-        for hook in self._hooks:
-            hook.remove()
-        if self._hooks:
-            self._committed.close()
+        self._unhook()
+        self.held = None
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -442,9 +521,61 @@ class Donor:
                 self._committed.release()
         self._why = self._why or "the session is closed"
 
-    def _save(self, wait_s: float, ends: bool = False) -> None:
+    def _unhook(self) -> None:
+        atexit.unregister(self._at_exit)
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks:
+            self._committed.close()
+        self._hooks = []
+
+    # --- while this process goes to the next round --------------------------------------------------------------------
+
+    def leave(self) -> HeldCommit | None:
+        """The script has left its round: the state that this process holds from now on, if it does and nothing has
+        changed it.
+        """
+        self._unhook()
+        if self._why or self._changing or not self._may_hold():
+            return None
+        with self._lock:
+            try:
+                if self.held is not None:
+                    self._check_unchanged(self.held.commit)
+                elif self._step and (commit := self._committed.current()) is not None:
+                    self.held = self._whole(commit)
+                self._left_with = "" if self.held is None else self.held.digest
+            except Exception as error:  # noqa: BLE001 - state_dict() of any object
+                self._report_unsaved(self._step, str(error))
+                self.held = None
+        return self.held
+
+    def look_again(self) -> None:
+        """Something other than the script's own thread may have changed the state while this process waited."""
+        if self.held is not None and self._committed.has_changed(self.held.commit):
+            self._report_unsaved(self.held.commit.step, CHANGED)
+            self.drop()
+
+    def follow(self, round: int) -> None:
+        """Answer in this round from now on, as long as the state is held."""
+        self._round = round
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # the writer has ended
+                channel.send(self._socket, {"do": "donor", "round": round, "version": PROTOCOL})
+
+    def drop(self) -> None:
+        """The tensors are about to have another state."""
+        with self._lock:
+            self.held = None
+            self._why = self._why or "the next round has another state"
+
+    def end_copy(self) -> None:
+        """The round is complete: it has the state soon, and a copy need not be finished."""
+        self._is_copied = True
+
+    def _save(self, wait_s: float, ends: bool = False, stays: int = 0) -> None:
         """`ends`: the launcher kills or unwinds this rank next. Until then it begins no step, which would be trained
-        again.
+        again. `stays`: it is unwound, as so many ranks of this node, and need not copy what it can hold.
         """
         if self._why:
             return
@@ -453,10 +584,14 @@ class Donor:
             return
         try:
             until = time.monotonic() + BEHIND_S
-            while self._committed.is_behind() and time.monotonic() < until:
+            while self.held is None and self._committed.is_behind() and time.monotonic() < until:
                 time.sleep(0.001)
-            if self._step and (commit := self._committed.current()) is not None:
-                self._save_clean(commit)
+            if self.held is not None:
+                if not stays:
+                    self._keep(self.held)
+            elif self._step and (commit := self._committed.current()) is not None:
+                self._copy_after_s = COPY_HELD_S if stays > 1 else 0.0
+                self._save_clean(commit, stays > 0 and self._may_hold())
             elif self._step:
                 self._report_unsaved(self._step, "its GPU was in an optimizer's step, or several steps behind")
             elif self._next_step and not self._committed.commits:
@@ -464,9 +599,9 @@ class Donor:
         except Exception as error:  # noqa: BLE001 - state_dict() of any object
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
-            if ends and self._socket is not None:
+            if ends:
                 with contextlib.suppress(OSError):
-                    channel.send(self._socket, {"do": "donated"})
+                    self._answer()
                 self._launch.changed.wait(LONGEST_STAY_S)
             self._lock.release()
 
@@ -476,35 +611,67 @@ class Donor:
         """
         return self._failed and not self._changing and self._lock.acquire(timeout=LONGEST_WAIT_S)
 
-    def _save_clean(self, commit: Commit) -> None:
-        client = self._client()
+    def _save_clean(self, commit: Commit, holds: bool) -> None:
+        """`holds`: in place of a copy."""
         try:
-            if not self._is_saved(client, commit.step):
-                self._save_whole(client, commit)
-                if not self._is_saved(client, commit.step):
-                    raise CheckpointError("the writer has ended meanwhile")
+            if holds:
+                self.held = self._whole(commit)
+                return
+            with contextlib.closing(self._client()) as client:
+                if self._is_saved(client, commit.step):
+                    return
+            self._keep(self._whole(commit))
         except (OSError, SnapshotRefused, CheckpointError) as error:
             self._report_unsaved(commit.step, str(error))
-        finally:
-            client.close()
 
-    def _save_whole(self, client: WriterClient, commit: Commit) -> None:
+    def _whole(self, commit: Commit) -> HeldCommit:
+        """The state of this commit. Raises CheckpointError if the objects have another one."""
         context = self._context
         self._check_unchanged(commit)
         content = self._committed.content(commit)
         check_loadable(content)
-        layout = Layout(content, at_once=self._committed.copies)
+        layout = Layout(content, large_storages(self._attached), self._committed.copies)
         draft = context.draft(commit.step, layout.bytes, self._committed.cursor(commit))
-        number = donated_number(commit.step, context.group.rank)
-        fd = self._borrow(client, draft, number, layout.shared_digest)
-        if fd is None:
-            return
+        return HeldCommit(commit, draft, donated_number(commit.step, context.group.rank), content, layout)
+
+    def _keep(self, state: HeldCommit, in_time: bool = True) -> None:
+        """Copy a state into memory, unless it is there. `in_time`: also if the next round begins meanwhile."""
+        step = state.draft.step
         try:
-            layout.copy_own(fd)
+            with contextlib.closing(self._client()) as client:
+                if self._is_saved(client, step):
+                    return
+                self._fill(client, state, in_time)
+                if not self._is_saved(client, step):
+                    raise CheckpointError("the writer has ended meanwhile")
+        except (OSError, SnapshotRefused, CheckpointError) as error:
+            self._report_unsaved(step, str(error))
+
+    def _fill(self, client: WriterClient, state: HeldCommit, in_time: bool) -> None:
+        def check() -> None:
+            if self._is_copied and not in_time:
+                raise _NotNeeded
+
+        buffer = self._borrow(client, state.draft, state.number, check)
+        if buffer is None:
+            return
+        fd = buffer
+
+        def write(offset: int, data: memoryview) -> None:
+            for start in range(0, len(data), _SLICE_BYTES):
+                check()
+                write_at(fd, offset + start, data[start : start + _SLICE_BYTES])
+
+        try:
+            state.layout.copy_shared(write, 0, 1)
+            state.layout.copy_own(fd)
         finally:
             os.close(fd)
-        self._check_unchanged(commit)
-        client.copied(draft, number, 0)
+        if not self._left_with:
+            self._check_unchanged(state.commit)
+        elif state.digest != self._left_with:  # by a thread of the script, or by a load_state_dict() that has failed
+            raise CheckpointError(CHANGED)
+        client.copied(state.draft, state.number, 0)
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
         """Another rank was faster, or it was saved at that step, and not changed since."""
@@ -514,12 +681,15 @@ class Donor:
         there, here = (snapshot.draft.round, snapshot.draft.step), (self._context.round, step)
         return there > here or (there == here and not (self._is_changed and donated_step(snapshot.number) is None))
 
-    def _borrow(self, client: WriterClient, draft: Manifest, number: int, digest: str) -> int | None:
-        """A buffer, also after a rank has died that was copying the same step or a save; None when it is saved."""
+    def _borrow(self, client: WriterClient, draft: Manifest, number: int, check: Callable[[], None]) -> int | None:
+        """A buffer, also after a rank has died that was copying the same step or a save; None when it is saved. `check`
+        may raise while it waits.
+        """
         deadline = time.monotonic() + LONGEST_WAIT_S
         while True:
+            check()
             try:
-                return client.begin(draft, number, 0, 1, digest, once=True)[0]
+                return client.begin(draft, number, 0, 1, "", once=True)[0]
             except SnapshotRefused as refused:
                 if str(refused) not in (ANOTHER_SAVES, STILL_COPIED) or time.monotonic() > deadline:
                     raise

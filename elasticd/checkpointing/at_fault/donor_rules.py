@@ -1,6 +1,24 @@
 """Which ranks can be donors: the rules, each a function that gives the reason against it, or "".
 
 A donor's state has to be that of every rank, and has to be copied as tensors and small objects are.
+
+At a fault the state of the job's last step is taken from a rank that survived, and given to all. That is right only if
+every rank, the dead one included, had that very state. The rules ask for proof of it before training begins, since at
+the fault there is no time to look, and the only witness may be dead. In doubt a rank is no donor, and the job resumes
+from its last save: that costs steps, a wrong donor would cost the run.
+
+Three kinds of proof are accepted:
+- DistributedDataParallel keeps parameters equal: the same start, and averaged gradients. So an optimizer that trains
+  only what DDP averages keeps an equal state. Hooks that average rarely or keep a state end this proof.
+- A small object is equal if its digest equals rank 0's at the fault; a class may declare itself `rank_independent`.
+- Buffers that a forward pass changes are kept as they were at the commit, on the device.
+
+Everything else (a state of its own on each rank, tensors in objects of unknown kinds, `state_dict` methods of the
+script, tensors that are made of others) is a reason. Each reason is one sentence that names the object; it is shown
+once, in the event that says whether states are saved at faults, so that a person can change the script.
+
+On a GPU the processor runs ahead of the device. Rules about it refuse what would be read too early: values of an
+optimizer that are no tensors, parameters on two devices, collectives that NCCL aborts so that the device trains on.
 """
 
 from __future__ import annotations
@@ -64,10 +82,12 @@ def _no_launcher(rank: _Rank) -> str:
 
 
 def _sharded_state(rank: _Rank) -> str:
+    """The rule for sharded states: what a rank has, no other has."""
     return "the state is sharded, and no other rank has this one's part" if rank.context.is_sharded else ""
 
 
 def _one_rank_or_another_device(rank: _Rank) -> str:
+    """The rule for groups of one, and for devices without the proofs that are used here."""
     group = rank.context.group
     if group.world_size == 1 or group.device.type not in ("cpu", "cuda"):
         return "this is built for several ranks that train on CPUs or CUDA GPUs"
@@ -83,6 +103,7 @@ def _aborted_collectives(rank: _Rank) -> str:
 
 
 def _large_device_buffers(rank: _Rank) -> str:
+    """The rule for buffers on the GPU, of which copies are kept there at each step."""
     every = [buffer for module in rank.modules.values() for buffer in module.buffers()]
     size = sum(buffer.nbytes for buffer in every if buffer.device.type != "cpu")
     return "" if size <= MOST_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
@@ -101,6 +122,7 @@ def _ahead_of_a_gpu(rank: _Rank) -> str:
 
 
 def _no_replicated_model(rank: _Rank) -> str:
+    """The rule for a model in DistributedDataParallel over all ranks."""
     sizes = {obj.process_group.size() for obj in rank.parallel}
     if sizes != {rank.context.group.world_size}:
         return "no model in DistributedDataParallel is attached"
@@ -133,6 +155,7 @@ def _no_replicated_optimizer(rank: _Rank) -> str:
 
 
 def _only_at_saves(rank: _Rank) -> str:
+    """The rule for objects whose state the script makes in hooks that are called at saves."""
     names = (name for name, obj in rank.attached.items() if getattr(obj, training_state.ONLY_AT_SAVES, False))
     return next(
         (f"the state of {name} is made by the script's hooks, which are called at saves only" for name in names), ""
@@ -140,6 +163,7 @@ def _only_at_saves(rank: _Rank) -> str:
 
 
 def _tensors_elsewhere(rank: _Rank) -> str:
+    """The rule for tensors in objects that are neither modules nor optimizers: nothing keeps them equal."""
     for name, obj in rank.attached.items():
         if isinstance(obj, (Module, Optimizer, GradScaler)):
             continue
@@ -162,6 +186,7 @@ def _unlike_rank_0(rank: _Rank) -> str:
 
 
 def _own_state_dict(rank: _Rank) -> str:
+    """The rule for modules with a `state_dict` or hooks of their own: they may return anything."""
     for name, module in rank.modules.items():
         for submodule in module.modules():
             hooks = (submodule._state_dict_hooks, submodule._state_dict_pre_hooks)
@@ -193,6 +218,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _unusual_tensor(rank: _Rank) -> str:
+    """The rule for tensors that cannot be copied as plain memory."""
     for name, module in rank.modules.items():
         every = [*module.parameters(), *module.buffers()]
         if not all(type(tensor.data) is torch.Tensor and tensor.layout is torch.strided for tensor in every):
@@ -260,6 +286,7 @@ def trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
 
 
 def may_differ(name: str) -> str:
+    """Return the sentence for an object that may differ between ranks, with the way to say that it does not."""
     return f"{name} may differ from rank 0's; if any rank's will do, give it the attribute rank_independent = True"
 
 

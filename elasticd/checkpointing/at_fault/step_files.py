@@ -27,7 +27,7 @@ def path_of(kind: str, rank: int, round: int | None = None) -> str:
     return str((directory if round is None else directory.with_name(f"round-{round}")) / f"{kind}-{rank}")
 
 
-def paths_of(kind: str, round: int) -> list[str]:
+def paths_on_node(kind: str, round: int) -> list[str]:
     """The records of the ranks that were on this node in a round."""
     return list(map(str, Path(path_of(kind, 0, round)).parent.glob(f"{kind}-*")))
 

@@ -34,6 +34,7 @@ import torch
 
 from elasticd.checkpointing.state import generators, training_state
 from elasticd.checkpointing.state.training_state import RandomState
+from elasticd.memory_order import order_stores, register_writer
 from elasticd.process_group import host_bytes
 
 _HEAD = struct.Struct(f"<qqqd{generators.DEVICE_BYTES}s16s")
@@ -108,6 +109,7 @@ class StepRecord:
             os.ftruncate(fd, 0)
             os.posix_fallocate(fd, 0, size)
         self._map = mmap.mmap(fd, size)
+        register_writer()
         self._steps = [memoryview(self._map)[slot : slot + 8].cast("q") for slot in range(0, size, places.bytes)]
         self._flags = [memoryview(self._map)[slot + 8 : slot + 16].cast("q") for slot in range(0, size, places.bytes)]
         self._next = int(self._steps[0][0] > self._steps[1][0])
@@ -216,15 +218,10 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
     """
     places = _Places(buffers)
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        with open(path, "rb", buffering=0) as file:
+            slot = read_slot(file.fileno(), step, places.bytes, _EXPECTED * expected)
     except OSError:
         return None
-    if len(data) != _SLOTS * places.bytes:
-        return None
-    first = _EXPECTED * expected
-    slots = [data[at * places.bytes : (at + 1) * places.bytes] for at in (first, first + 1)]
-    slot = next((data_of_slot for data_of_slot in slots if _HEAD.unpack_from(data_of_slot)[0] == step), None)
     if slot is None:
         return None
     _, *numbers, digest = _HEAD.unpack_from(slot)
@@ -239,6 +236,24 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         at = end
     pieces = slot[places.pieces : places.buffers]
     return RecordedStep(random_state, copies, pieces, digest, bool(flags & _BEGUN), bool(flags & _AGAIN))
+
+
+def read_slot(fd: int, step: int, size: int, first: int) -> bytes | None:
+    """The slot of `step`, `first` or the next one, if it has that step before and after all else was read."""
+    if os.fstat(fd).st_size != _SLOTS * size:
+        return None
+
+    def step_at(offset: int) -> int:
+        return int.from_bytes(os.pread(fd, 8, offset), "little", signed=True)
+
+    for offset in (first * size, (first + 1) * size):
+        if step_at(offset) == step:
+            order_stores()
+            slot = os.pread(fd, size, offset)
+            order_stores()
+            if len(slot) == size and step_at(offset) == step:
+                return slot
+    return None
 
 
 def steps(path: str) -> list[int]:

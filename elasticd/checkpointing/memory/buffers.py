@@ -115,11 +115,18 @@ class Snapshot:
     def from_json(cls, data: bytes) -> Snapshot:
         """Raises ValueError, KeyError or TypeError for anything else than `to_json` wrote."""
         fields = json.loads(data)
-        draft = parse(fields["draft"].encode())
-        if not isinstance(draft, Manifest):
-            raise ValueError(draft.why)
         task = fields["task"] and WriteTask(**fields["task"])
-        return cls(draft, fields["number"], task, fields["path"], fields["files"], fields["adopted"], fields["is_copy"])
+        found = cls.of_draft(fields["draft"].encode(), fields["number"])
+        whose = (fields["path"], fields["files"], fields["adopted"], fields["is_copy"])
+        return cls(found.draft, found.number, task, *whose)
+
+    @classmethod
+    def of_draft(cls, draft: bytes, number: int) -> Snapshot:
+        """A state that is in no buffer. Raises ValueError for another draft than `Manifest.to_json` wrote."""
+        manifest = parse(draft)
+        if not isinstance(manifest, Manifest):
+            raise ValueError(manifest.why)
+        return cls(manifest, number, None)
 
 
 @dataclass

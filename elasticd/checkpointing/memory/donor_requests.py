@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Collection
 
 from elasticd import channel
 from elasticd.checkpointing.memory import peer
@@ -19,6 +20,8 @@ class DonorRequests:
         self._begun: set[socket.socket] = set()
         self._answered: set[socket.socket] = set()
         """Launchers for which a rank is done."""
+        self._held: dict[socket.socket, int] = {}
+        """The newest step of which a rank holds the state, for each launcher."""
 
     @property
     def are_busy(self) -> bool:
@@ -28,13 +31,15 @@ class DonorRequests:
     def add(self, rank: socket.socket, round: int) -> None:
         self._rounds[rank] = round
 
-    def request(self, launcher: socket.socket, round: int, ends: bool) -> None:
-        """Have every rank of the round save its state; with `ends`, and train no further."""
+    def request(self, launcher: socket.socket, round: int, ends: bool, stay: Collection[int]) -> None:
+        """Have every rank of the round save its state; with `ends`, and train no further. With `stay`, only the
+        processes with these pids, which hold their state instead, if they can.
+        """
         self._waiting[launcher] = set()
         for rank, own in self._rounds.items():
-            if own == round and peer.runs(rank):
+            if own == round and peer.runs(rank) and (not stay or peer.pid(rank) in stay):
                 with contextlib.suppress(OSError):  # its end of file follows
-                    channel.send(rank, {"save": round, "ends": ends})
+                    channel.send(rank, {"save": round, "ends": ends, "stays": len(stay)})
                     self._waiting[launcher].add(rank)
         self._report()
 
@@ -42,9 +47,11 @@ class DonorRequests:
         self._begun.add(rank)
         self._report()
 
-    def done(self, rank: socket.socket) -> None:
-        """A rank has answered, with or without success."""
-        self._answered |= {launcher for launcher, ranks in self._waiting.items() if rank in ranks}
+    def done(self, rank: socket.socket, held: int) -> None:
+        """A rank has answered, with or without success. `held`: the step of the state that it holds, 0 for none."""
+        for launcher in [launcher for launcher, ranks in self._waiting.items() if rank in ranks]:
+            self._answered.add(launcher)
+            self._held[launcher] = max(held, self._held.get(launcher, 0))
         self._leave(rank)
 
     def _leave(self, rank: socket.socket) -> None:
@@ -57,6 +64,7 @@ class DonorRequests:
         self._rounds.pop(connection, None)
         self._waiting.pop(connection, None)
         self._answered.discard(connection)
+        self._held.pop(connection, None)
         self._leave(connection)
 
     def _report(self) -> None:
@@ -65,4 +73,4 @@ class DonorRequests:
                 del self._waiting[launcher]
             state = {"busy": len(ranks & self._begun), "left": len(ranks), "answered": launcher in self._answered}
             with contextlib.suppress(OSError):
-                channel.send(launcher, state if ranks else {})
+                channel.send(launcher, state if ranks else {"held": self._held.get(launcher, 0)})

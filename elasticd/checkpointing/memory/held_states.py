@@ -2,6 +2,10 @@
 
 A node holds whole states (DDP), or its part of a sharded state and a copy of another node's part. A sharded state can
 be resumed from if the nodes of the round hold all its files together.
+
+Choosing among them needs no trust in a node: each describes what it holds, rank 0 merges the descriptions, and all
+ranks read the result. A node that dies between the description and the reading makes the reading fail on some rank, all
+ranks agree that it has failed, and the next state is tried.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from elasticd.channel import Message
 from elasticd.checkpointing.memory import transfer
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.shard_server import RemoteNode, Server, address_beside
@@ -34,6 +39,7 @@ class HeldState:
     own: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The nodes that hold a file of a sharded state as a part of their own."""
     copies: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  #: the nodes that hold a copy of it
+    ranks: list[int] = field(default_factory=list)  #: those that hold it in their process; none for one in memory
 
     @cached_property
     def nodes(self) -> dict[str, list[int]]:
@@ -77,14 +83,20 @@ def checksums(draft: Manifest, held: list[Snapshot], writer: WriterClient | None
         return []
 
 
-def report(found: list[Snapshot], writer: WriterClient, who: WorkerEnvironment) -> bytes:
+def age(state: HeldState) -> tuple[int, int, int, int]:
+    """The order from the newest one on; of the same step that of the most processes, which takes no time."""
+    round, number = state.snapshot.key
+    return -round, -state.snapshot.draft.step, -len(state.ranks), -number
+
+
+def report(found: list[Snapshot], writer: WriterClient, who: WorkerEnvironment) -> Message:
     """This node's states, for `parse`."""
     server = None
     if who.nodes > 1 and any(snapshot.files for snapshot in found):
         with contextlib.suppress(OSError, SnapshotRefused):
             server = serve(writer)
     snapshots = [snapshot.to_json().decode() for snapshot in found]
-    return json.dumps({"node": who.node, "server": server, "held": snapshots}).encode()
+    return {"node": who.node, "server": server, "held": snapshots}
 
 
 def serve(writer: WriterClient) -> Server:
@@ -93,7 +105,9 @@ def serve(writer: WriterClient) -> Server:
 
 
 def parse(every: list[bytes]) -> tuple[list[HeldState], dict[int, Server]]:
-    """The states that the nodes have together, newest first, and where nodes are read."""
+    """Return the states that the nodes have together, newest first, and where each node is read. Answers of another
+    version are left out.
+    """
     states: dict[tuple[int, int, int, int], HeldState] = {}
     servers: dict[int, Server] = {}
     for message in every:

@@ -21,14 +21,19 @@ def runs(connection: socket.socket) -> bool:
     return bool(fields) and fields[0] not in "TtZX"
 
 
+def pid(connection: socket.socket) -> int:
+    """The process that connected the other end."""
+    number: int = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    return number
+
+
 _THREADS = 17
 """num_threads of proc_pid_stat(5), counted from the state."""
 
 
 def _stat(connection: socket.socket) -> list[str]:
     """The fields of /proc from the state on; none for a process that is not there any more."""
-    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
-        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Path("/proc", str(pid(connection)), "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []

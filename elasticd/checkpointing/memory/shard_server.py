@@ -46,6 +46,7 @@ class RemoteNode:
     """A connection to another node's writer, for one state. Raises OSError, and CheckpointError for a refusal."""
 
     def __init__(self, server: Server, job: str, run: str, key: tuple[int, int]) -> None:
+        """Connect to the writer at `server` for the state `key`: the round, and the number of the save in it."""
         host, port, secret = server
         own = {"version": PROTOCOL, "secret": secret, "job": job, "run": run}
         self._request = {**own, "round": key[0], "number": key[1]}
@@ -111,6 +112,7 @@ class ShardServer:
             threading.Thread(target=self._serve, args=(connection,), name="shard-server", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        """Answer one connection's requests until it ends. A request that is not one of ours ends it."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         patience = struct.pack("ll", int(PATIENCE_S), 0)
         try:
@@ -126,6 +128,11 @@ class ShardServer:
             self._connections.release()
 
     def _answer(self, connection: socket.socket, request: Message) -> None:
+        """Answer one request. A file is sent from its buffer by sendfile, without a copy in this process.
+
+        The buffer may be given to a newer state meanwhile, and the reader gets bytes of both. It finds out by asking
+        for the state once more at its end (see the module).
+        """
         if not hmac.compare_digest(str(request["secret"]), self.server[2]) or request["version"] != PROTOCOL:
             raise ValueError("a stranger")
         file = request.get("file", "")
@@ -148,6 +155,7 @@ class ShardServer:
             at += count
 
     def _find(self, request: Message, file: str) -> tuple[int, Snapshot] | None:
+        """Return the buffer with the state, waiting for it to be whole as long as the request allows."""
         key, whose = (request["round"], request["number"]), (request["job"], request["run"])
         deadline = time.monotonic() + min(request.get("wait_s", 0.0), WHOLE_S)
 
@@ -192,6 +200,7 @@ class PartnerCopy:
             self._thread.start()
 
     def _run(self) -> None:
+        """Make one copy after the other; a request that arrives during a copy replaces it."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             with self._changed:
@@ -201,6 +210,9 @@ class PartnerCopy:
             self._try(wanted)
 
     def _try(self, wanted: Message) -> None:
+        """Make one copy. A failure is a sentence, once, and no reason to end anything: the disk has
+        or gets the state.
+        """
         own, node = wanted["own"], wanted["node"]
         events = WorkerEventWriter(wanted["events"] or None, own.draft.round, wanted["rank"])
         try:
@@ -247,6 +259,7 @@ class PartnerCopy:
         return True
 
     def _wait_for_state(self, remote: RemoteNode) -> Snapshot | None:
+        """Wait until all ranks of the other node have copied their parts. None: a later save has begun."""
         deadline = time.monotonic() + WHOLE_S
         while self._wanted is None:
             try:

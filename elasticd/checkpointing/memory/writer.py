@@ -16,10 +16,12 @@
                                                                         {refused: why}
     rank        donor {round}                                       it saves its state when {save} arrives, and
     rank        saving {}                                           says that it has begun, and
-    rank        donated {}                                          that it is done, with or without success
-    launcher    donate {round, ends}                            ->  {busy}, again and again: so many donors of the round
-                                                                    have begun; {}: all are done. `ends`: they are
-                                                                    killed then
+    rank        donated {held}                                      that it is done, with or without success; `held`:
+                                                                    the step of the state that it holds in its process
+    launcher    donate {round, ends, stay}                      ->  {busy}, again and again: so many donors of the round
+                                                                    have begun; {held}: all are done. `ends`: they are
+                                                                    killed then, or unwound. `stay`: only these pids are
+                                                                    asked, which hold their state and copy nothing
     launcher    flush {}                                        ->  {step, path} of the newest checkpoint, once nothing
                                                                     is left to write, and why a newer state is none;
                                                                     {} if there is no state
@@ -140,7 +142,7 @@ class Writer:
             "donor": lambda rank, message: self._donors.add(rank, message["round"]),
             "donate": self._do_donate,
             "saving": lambda rank, _: self._donors.begun(rank),
-            "donated": lambda rank, _: self._donors.done(rank),
+            "donated": lambda rank, message: self._donors.done(rank, message.get("held", 0)),
             "flush": self._do_flush,
             "wait": self._do_wait,
             "settle": self._do_settle,
@@ -172,6 +174,7 @@ class Writer:
         return errno.ENOMEM if self._gives_up_copies else 0
 
     def _is_idle(self) -> bool:
+        """True if nothing is being copied, donated or written."""
         with self._changed:
             return self._is_done() and not (self._donors.are_busy or any(fill.copying for fill in self._fills))
 
@@ -186,6 +189,7 @@ class Writer:
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, rank: socket.socket) -> None:
+        """Handle one message of a connection. What one rank sends can end its own connection, and nothing else."""
         message: Message | None = None
         try:
             try:
@@ -225,6 +229,9 @@ class Writer:
     # --- filling a buffer -----------------------------------------------------------------------------------------
 
     def _do_begin(self, rank: socket.socket, message: Message) -> None:
+        """Give a rank the buffer of its save, or the reason against it. The first rank of a save chooses the buffer for
+        all.
+        """
         key = (message["round"], message["number"])
         fill = next((fill for fill in self._fills if fill.key == key), None) or self._begin(key, message)
         if fill.refused:
@@ -242,6 +249,11 @@ class Writer:
         channel.send(rank, answer, fd)
 
     def _begin(self, key: Key, message: Message) -> Fill:
+        """Begin a save: choose its buffer, or refuse it.
+
+        A save that is older than the last one is refused, except for one at a fault whose last attempt failed. Saves
+        that were begun and not finished by all ranks are given up: their ranks have begun this one.
+        """
         fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
         self._drop_dead()
         if any(fill.repeats(older, message.get("once", False)) for older in self._fills):
@@ -365,6 +377,9 @@ class Writer:
             channel.send(rank, {"start": start, "size": size}, self._buffers.fds[number])
 
     def _do_adopt(self, rank: socket.socket, message: Message) -> None:
+        """Note that a round has resumed from this state and owns it from now on: it is written under that round, after
+        a rest.
+        """
         draft = parse(message["draft"].encode())
         assert isinstance(draft, Manifest)
         for number, snapshot in enumerate(self._buffers.held):
@@ -380,6 +395,7 @@ class Writer:
         channel.send(rank, {})
 
     def _do_serve(self, rank: socket.socket, message: Message) -> None:
+        """Serve this node's shards to other nodes at the address, which a rank of the round knows."""
         if self._server is None or self._server.server[0] != message["address"]:
             try:
                 server = ShardServer(message["address"], self._buffers, self._changed)
@@ -396,7 +412,7 @@ class Writer:
     # --- saving at a fault ----------------------------------------------------------------------------------------
 
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
-        self._donors.request(launcher, message["round"], message.get("ends", False))
+        self._donors.request(launcher, message["round"], message.get("ends", False), message.get("stay", ()))
         if oom_kills() > self._oom_kills:
             # The copies may be what was too much: the disk gets them, and no more are made.
             self._is_last = self._gives_up_copies = True

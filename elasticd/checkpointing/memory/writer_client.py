@@ -1,4 +1,14 @@
-"""A rank's connection to its node's writer: it borrows a buffer, copies its share of the state, and may wait."""
+"""A rank's connection to its node's writer: it borrows a buffer, copies its share of the state, and may wait.
+
+The copy goes into memory that both processes have mapped, so a state crosses no socket: what is sent are descriptors
+and a few fields. A rank that fails in the middle closes its connection; the writer then knows that this share will not
+come, and never shows a half of a state as a whole one.
+
+A writer may die and be replaced by the launcher at any moment. A request that finds the connection broken is asked once
+more of the next writer, which knows nothing of saves that the first one had not finished; what that means for them is
+reported before (`on_successor`). A writer that does not answer is not replaced here: a machine that stands still would
+get two of them.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,15 @@ have already, and new ones for what they lack. Nothing is mapped for it, so the 
 replaced there by the tensors that it was read into; `load_state_dict()` finds them equal to its own and copies nothing.
 Everything else stays mapped: tensors of modules and optimizers that load in a way of their own (hooks, methods), those
 of another shape or type than at the save, and those that share memory with others.
+
+It is for the peak of memory: a load by `torch.load` alone needs the state twice, once mapped and once in the objects,
+and a machine that holds one state comfortably may not hold two. It also saves a copy of each byte.
+
+What may be read in place is decided tensor by tensor, and only where the result is certain to be that of
+`load_state_dict()`: same type, shape and strides, memory without gaps, nothing shared that is not shared in the state
+as well, and objects whose loading is torch's own. Targets that overlap in memory end it for all. The checksum of the
+whole file is computed on the way, so a file that was damaged after it was verified is found before the objects are
+used.
 """
 
 from __future__ import annotations
@@ -46,13 +55,27 @@ class _Place:
     replace: Callable[[], Any]  #: puts the target into the state
 
 
+Pieces = Mapping[int, torch.Tensor]
+"""The memory of tensors, each for the bytes of the file from this offset on."""
+
+
 def read(fd: int, content: StateDict, attached: Mapping[str, Any], checksum: str = "") -> frozenset[int]:
     """Read what the attached objects load into its place, and replace it in `content`, the mapped state in the file.
 
     Returns the addresses of all storages that were read. `checksum`: of the whole file, "" to compare none. Raises
     CheckpointCorrupt if it has another one, and OSError.
     """
-    offset_of = _mapping(fd)
+    pieces, replace = find_places(fd, content, attached)
+    read_pieces(fd, pieces, checksum)
+    replace()
+    return frozenset(piece.untyped_storage().data_ptr() for piece in pieces.values())
+
+
+def find_places(fd: int, content: StateDict, attached: Mapping[str, Any]) -> tuple[Pieces, Callable[[], None]]:
+    """The memory that the attached objects have for parts of `content`, and a function for when it is filled, which
+    puts it there in place of what is mapped.
+    """
+    offset_of = mapping(fd)
     users: dict[int, int] = defaultdict(int)
     for tensor in training_state.tensors(content):
         if tensor.layout is torch.strided:
@@ -70,11 +93,13 @@ def read(fd: int, content: StateDict, attached: Mapping[str, Any], checksum: str
             pieces[offset] = bytes_of(alike[0].target)
             replace += [place.replace for place in alike]
     if _overlap(pieces.values()):
-        return frozenset()
-    _read(fd, pieces, checksum)
-    for target in replace:
-        target()
-    return frozenset(piece.untyped_storage().data_ptr() for piece in pieces.values())
+        pieces, replace = {}, []
+
+    def replace_all() -> None:
+        for target in replace:
+            target()
+
+    return pieces, replace_all
 
 
 def _is_one(places: list[_Place]) -> bool:
@@ -99,6 +124,9 @@ def _places(content: StateDict, name: str, obj: Any) -> Iterator[_Place]:
 
 
 def _places_in_module(saved: StateDict, module: torch.nn.Module) -> Iterator[_Place]:
+    """Yield the places of a module's tensors: parameters and buffers that have the name, type and shape of the saved
+    ones.
+    """
     own = module.state_dict(keep_vars=True)
     named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     for key, target in named:
@@ -107,6 +135,7 @@ def _places_in_module(saved: StateDict, module: torch.nn.Module) -> Iterator[_Pl
 
 
 def _places_in_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
+    """Yield the places of an optimizer's tensors; those that it does not have yet are made."""
     groups = [[group["params"] for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)]
     if len({tuple(map(len, group)) for group in groups}) > 1:
         return  # loading it fails
@@ -187,6 +216,12 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,))  # type: ignore[call-overload,no-any-return]
 
 
+def bytes_of_storage(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The whole memory of a storage."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload,no-any-return]
+
+
 def _host_memory(piece: torch.Tensor) -> memoryview | None:
     if piece.device.type != "cpu":
         return None
@@ -194,11 +229,12 @@ def _host_memory(piece: torch.Tensor) -> memoryview | None:
 
 
 def _overlap(pieces: Iterable[torch.Tensor]) -> bool:
+    """True if two targets share memory: reading one would change the other."""
     spans = sorted((str(piece.device), piece.data_ptr(), piece.nbytes) for piece in pieces)
     return any(span[0] == other[0] and span[1] + span[2] > other[1] for span, other in pairwise(spans))
 
 
-def _mapping(fd: int) -> Callable[[int], int | None]:
+def mapping(fd: int) -> Callable[[int], int | None]:
     """Which offset of the file a mapped address is; None if it is none."""
     name = os.readlink(b"/proc/self/fd/%d" % fd).replace(b"\n", rb"\012")  # as the kernel writes it there
     mapped = []
@@ -215,7 +251,8 @@ def _mapping(fd: int) -> Callable[[int], int | None]:
     return offset
 
 
-def _read(fd: int, pieces: Mapping[int, torch.Tensor], checksum: str) -> None:
+def read_pieces(fd: int, pieces: Pieces, checksum: str = "") -> None:
+    """Read the file into them. Raises as `read` does."""
     reader = Reader(fd, Checksum(checksum.partition(":")[0]) if checksum else None)
     for offset, piece in sorted(pieces.items(), key=lambda each: each[0]):
         reader.skip(offset)
@@ -265,7 +302,7 @@ class Reader:
             done += count
 
     def _take(self, most: int, view: memoryview | None = None) -> int:
-        """The next bytes of the file are for this view, or for none; returns how many."""
+        """Reserve the next bytes of the file for a view, or for nobody. Returns how many."""
         if self._bytes == _STEP_BYTES or len(self._views) == _MOST_VIEWS:
             self.flush()
         count = min(most, _STEP_BYTES - self._bytes)
@@ -274,7 +311,7 @@ class Reader:
         return count
 
     def flush(self) -> None:
-        """Raises OSError, CheckpointCorrupt."""
+        """Read what was reserved, and add it to the checksum. Raises OSError, CheckpointCorrupt."""
         left = self._views.copy()
         while left:
             count = os.preadv(self._fd, left, self._start)

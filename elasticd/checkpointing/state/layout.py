@@ -14,6 +14,7 @@ import json
 import pickle
 import struct
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,11 @@ class Layout:
             digest.update(piece)
         return digest.hexdigest()
 
+    @property
+    def shared(self) -> list[tuple[int, torch.UntypedStorage]]:
+        """The shared storages, each at its offset in the file."""
+        return self._shared
+
     def copy_shared(self, write: Callable[[int, memoryview], None], share: int, shares: int) -> None:
         """Copy one of `shares` equal shares of the shared storages by `write(offset in the file, data)`."""
         whole = sum(storage.nbytes() for _, storage in self._shared)
@@ -135,9 +141,17 @@ class Layout:
         """The size of what `copy_own` copies."""
         return sum(storage.nbytes() for _, storage in self._own) + sum(len(data) for _, data in self._small)
 
-    def pack_own(self, most: int) -> bytes:
+    @property
+    def own_checksum(self) -> int:
+        """The crc32 of the same."""
+        checksum = 0
+        for _, piece in self._own_parts():
+            checksum = zlib.crc32(piece, checksum)
+        return checksum
+
+    def pack_own(self, most: int | None = None) -> bytes:
         """The same as one message, for `write_packed` on another node; empty if it is larger than `most` bytes."""
-        if self.own_bytes > most:
+        if most is not None and self.own_bytes > most:
             return b""
         parts = [(offset, bytes(piece)) for offset, piece in self._own_parts()]
         places = json.dumps([(offset, len(data)) for offset, data in parts]).encode()

@@ -31,6 +31,8 @@ def check_loadable(state: Any) -> None:
 
 
 class _Walk:
+    """One walk over a state, with what it has seen: containers that are open (a cycle), memory and its type."""
+
     def __init__(self) -> None:
         self._plain = (type(None), bool, float, str, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
         self._allowed = [kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)]
@@ -41,6 +43,7 @@ class _Walk:
         self._memory: dict[tuple[str, int], tuple[torch.dtype, tuple[Any, ...]]] = {}
 
     def visit(self, value: Any, path: tuple[Any, ...]) -> None:
+        """Check one value. `path` holds the keys that lead to it, for the sentence of a refusal."""
         kind = type(value)
         if kind in self._plain:
             return
@@ -61,6 +64,7 @@ class _Walk:
             raise _refusal(path, f"is {_name(value)}", _instead(value))
 
     def _container(self, value: Any, path: tuple[Any, ...]) -> None:
+        """Check a container's items, once each, without cycles and not too deep."""
         if id(value) in self._open:
             raise _refusal(path, "contains itself", "remove the cycle")
         if id(value) in self._seen:
@@ -85,6 +89,7 @@ class _Walk:
             self.visit(item, (*path, name))
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
+        """Check a tensor: kinds that torch cannot save, and memory that is seen as two types."""
         if id(tensor) in self._seen:
             return
         self._seen.add(id(tensor))
@@ -107,6 +112,7 @@ class _Walk:
 
 
 def _refusal(path: tuple[Any, ...], what: str, instead: str) -> CheckpointRefused:
+    """Return the error with the path of keys, what is there, and what to store instead."""
     return CheckpointRefused(
         f"{_dotted(path)} {what}, which torch.load(weights_only=True) would not load again; {instead}. "
         "Nothing was saved"
@@ -123,6 +129,9 @@ def _name(value: Any) -> str:
 
 
 def _instead(value: Any) -> str:
+    """Return what the script can store instead, by the kind of the value; the order goes from the particular to the
+    general.
+    """
     if isinstance(value, type):
         return "store its name, and look it up in load_state_dict()"
     numpy = sys.modules.get("numpy")

@@ -3,6 +3,15 @@
 DCP's planner decides, and its metadata describes the files, so plain `torch.distributed.checkpoint.load` opens them. A
 file is a row of small archives, one for each tensor, as `torch.save` writes it; their sizes depend on shapes alone. So
 a plan is made by all ranks once, and again only when the state of a rank has another structure.
+
+A plan costs a gather and a scatter of objects and seconds for a large model; a save with a plan costs neither. `fits`
+compares what the plan depends on: keys, types, shapes, placements, and the sizes of the few values that are no tensors
+and whose pickles may grow.
+
+Loading avoids copies. A tensor's archive has the same bytes before and after its content wherever type and shape are
+equal (`_around`), so its content can be read from the file into the tensor, or used where it is mapped. An archive that
+was written by another torch has other bytes around it and is loaded as DCP does. Metadata is a pickle, which could run
+code: it is read by an unpickler that knows the names it may hold.
 """
 
 from __future__ import annotations
@@ -78,7 +87,7 @@ class ShardPlan:
         self.sizes, self.metadata = scatter_objects(answer, group)
 
     def fits(self, state: StateDict) -> bool:
-        """Use this state from now on; False if another plan has to be made for it."""
+        """Use this state from now on. False if another plan has to be made for it."""
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         self._planner.state_dict = flatten_state_dict(state)[0]
@@ -92,7 +101,7 @@ class ShardPlan:
 
 
 class _File:
-    """The file that one rank writes."""
+    """The file that one rank writes: tensors first, whose sizes are fixed, then Python values."""
 
     def __init__(self, items: list[WriteItem]) -> None:
         from torch.distributed.checkpoint.planner import WriteItemType
@@ -103,6 +112,7 @@ class _File:
         self._tensors = self.items[: len(self.items) - len(self._values)]
 
     def content(self, planner: SavePlanner) -> Iterator[bytes | memoryview]:
+        """Return the file's bytes, a tensor's as views of its memory."""
         with torch.no_grad():
             for item in self._tensors:
                 data = planner.resolve_data(item)
@@ -114,6 +124,7 @@ class _File:
         yield from self._value_bytes(planner)
 
     def sizes(self, value_sizes: list[int]) -> Iterator[int]:
+        """Return the size of each archive of the file, in its order."""
         for item in self._tensors:
             data = item.tensor_data
             assert data is not None
@@ -285,6 +296,7 @@ _METADATA_TYPES = {
 
 
 def read_metadata(content: bytes) -> Metadata:
+    """Return DCP's metadata of a checkpoint. Raises CheckpointCorrupt for content that this torch cannot load."""
     try:
         metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:

@@ -302,7 +302,11 @@ def _indices(optimizer: Any) -> dict[int, torch.Tensor]:
 
 
 def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
-    """An uninitialised tensor for a part of an optimizer's state: sharded as its parameter is, if it has its size."""
+    """Return an uninitialised tensor for a part of an optimizer's state: sharded as its parameter is, if it has its
+    size.
+
+    A scalar, such as a step count, stays on the host; so does a state whose parameter is unknown.
+    """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # imported by sharded states only
 
     if not isinstance(saved, TensorStorageMetadata):

@@ -3,6 +3,14 @@ it.
 
 Modules are saved without DDP's and torch.compile's wrappers, so a state saved wrapped loads unwrapped and the other way
 round. Random states are plain tensors, lists and numbers, so that `torch.load(weights_only=True)` opens them.
+
+What belongs to the state of a job is what the script attaches, and the random streams that its code draws from without
+knowing. Both are read by public calls and put into plain containers, for two readers: a person with `torch.load`, and a
+later version of elasticd. Wrappers are looked through by what they are, never by their names, so a model that was
+compiled at the save and is not at the restore loads without renaming keys.
+
+What divides its state among ranks in a format of its own (engines of DeepSpeed and Megatron) is refused when it is
+attached, since a part of a state that looks whole is worse than none.
 """
 
 from __future__ import annotations

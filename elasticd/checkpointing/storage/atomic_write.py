@@ -2,6 +2,24 @@
 
 Everything is written under a hidden name first; one rename makes it a checkpoint. A writer that dies leaves only hidden
 names, which the next save deletes once their lock shows that the writer is gone.
+
+The order of a save, and what each step prevents:
+1. A staging directory under a random hidden name, with an empty manifest that is locked. A sweep that finds the name
+   sees the lock and leaves it alone; the lock is of the process, so it ends with it, however it ends.
+2. The files, each with its checksum, fsynced before its descriptor is closed. After a power loss a file is as the
+   manifest describes it, or it is found damaged.
+3. The manifest, fsynced, then the directory. A checkpoint whose files are not all durable never has a manifest.
+4. The rename to `rROUND-sSTEP`, and an fsync of the parent. It is one step: before it there is no checkpoint, after it
+   there is a whole one.
+
+A step that is saved a second time, after a restart from an earlier one, has its name already. The new one is renamed
+beside it (`.again`), the old one is discarded, and the new one takes its name. At every moment one of the two is there,
+whole, and readers know both names.
+
+Deletion is the same backwards: one rename to a hidden name makes a checkpoint invalid, and its files go afterwards. A
+reader that has opened it keeps its descriptors.
+
+In an object store, the files are uploaded under a name that is free and the manifest last; what is local is a copy.
 """
 
 from __future__ import annotations
@@ -80,6 +98,7 @@ class HashingFile:
         os.fsync(self._fd)
 
     def close(self) -> None:
+        """Close the descriptor. What was not synced may be lost."""
         os.close(self._fd)
 
     def _add(self, count: int) -> None:
@@ -129,6 +148,9 @@ def write_at(fd: int, offset: int, data: memoryview) -> None:
 
 
 def staging_path(directory: Path, round: int, step: int, token: str) -> Path:
+    """Return the hidden name of a checkpoint that is being written; `token` makes it one that
+    several processes know.
+    """
     return directory / f".r{round}-s{step}.{token}.staging"
 
 
@@ -179,6 +201,7 @@ class Staging:
         os.stat(self.path / MANIFEST)
 
     def _share(self, name: Path) -> None:
+        """Give the directory the name that other processes know. Raises FileExistsError if one of them has made it."""
         try:
             os.rename(self.path, name)
         except OSError as error:
@@ -189,6 +212,7 @@ class Staging:
         self._leave()
 
     def _leave(self) -> None:
+        """Release the lock, and remove what was not published."""
         if self._manifest >= 0:
             os.close(self._manifest)
             self._manifest = -1
@@ -226,7 +250,6 @@ class Staging:
                 raise
             os.rename(self.path, replacement)
             self._published = True
-            fsync_directory(self._directory)
             self._replace(replacement)
         self._published = True
         fsync_directory(self._directory)
@@ -247,6 +270,7 @@ class Staging:
 
     def _replace(self, replacement: Path) -> None:
         """Give the replacement of a checkpoint its name. At any moment one of the two is there, whole."""
+        fsync_directory(self._directory)  # also where the replacement is of a writer that was killed
         discard(self._final)
         os.rename(replacement, self._final)
 
@@ -272,6 +296,17 @@ def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
             _remove(named.path)
         elif named.hidden == "staging" and named.round <= own_round:
             _remove_abandoned(named.path)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents; what is saved in them does not go with their names at a power loss. Raises
+    OSError.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in missing:
+        with contextlib.suppress(PermissionError):  # a parent that may be searched and not read
+            fsync_directory(each.parent)
 
 
 def fsync_directory(path: Path) -> None:

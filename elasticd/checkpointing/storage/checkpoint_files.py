@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from elasticd.checkpointing.storage.atomic_write import Staging, sweep
+from elasticd.checkpointing.storage.atomic_write import Staging, make_directory, sweep
 from elasticd.checkpointing.storage.lineage import Entry, examine, names
 from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, FileState, Manifest, Unreadable, parse
 from elasticd.errors import CheckpointRefused
@@ -43,7 +43,7 @@ def write(
     """
     base = Path(directory)
     draft = replace(draft, parent=_parent(base, draft.round, draft.parent))
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(base)
     sweep(base, draft.round)
     with Staging(base, draft.round, draft.step, token) as staging:
         files = fill(staging)

@@ -17,6 +17,7 @@ import socket
 import time
 from pathlib import Path
 
+from elasticd.checkpointing.storage.atomic_write import make_directory
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.errors import DirectoryInUse
 
@@ -49,7 +50,7 @@ class DirectoryLock:
         """
         if self._fd is not None:
             return
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(self._path.parent)
         # Not through a link: root may prune the directory of a user, who could point it at a file of others.
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

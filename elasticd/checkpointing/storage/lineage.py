@@ -4,6 +4,19 @@ The lineage runs from the highest round along the parents in the manifests. Inva
 it only up to the step from which the newer round continued, so what a zombie writes past that step is never loaded. A
 damaged checkpoint is skipped with a reason, but its manifest, while it can be read, still links its round to the
 parent.
+
+A zombie is a process of an older round that was not killed, since its node was cut off. It can still write into a
+shared directory. Nothing can stop it, so it is made harmless: it writes under its own round's number, and readers
+follow the newest round's parent, which was fixed when that round began. Its later steps are beyond that step and are
+skipped; a step that it writes again after the newer round has taken it is found by the checksum that the newer round
+recorded.
+
+The newest round may have left names only: a save that was cut off, or a deletion. It continued from its first step at
+the latest, and from that step on the lineage is that of the rounds before. If the manifests of a round in the middle
+cannot be read, its parent is unknown and the lineage ends there. What is older may belong to another history, and to
+load it in silence could undo days.
+
+Nothing is decided by time or by file dates. Directories are copied, clocks differ between nodes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
 It holds the parent (the checkpoint that its round resumed from), the size and checksum of `state.pt`, and a seal, the
 checksum of the manifest's own fields, so that a flipped bit in it is as visible as one in the state. A manifest that
 cannot be trusted is a value with a reason; the content of a file never raises.
+
+The manifest makes a directory a checkpoint, so nothing in it is believed before its seal is right: a disk that flips a
+bit in a step's number would otherwise send a job back in silence. Fields of a newer minor version are kept and written
+back; another major version is refused with the advice to use the elasticd that wrote it.
+
+A relinked checkpoint is one that a round did not train: it resumed from it and made it its own, with the same files, so
+that the lineage of the new round is complete by itself and older rounds may be deleted.
 """
 
 from __future__ import annotations

@@ -10,6 +10,18 @@ The rest of this package works on a local directory, a copy of the store's: `pul
 of the store, `fetch` gets a file when it is opened, and a new checkpoint is put into the store before it gets its name
 here. So this node never has a checkpoint that the store lacks, and the copy may be deleted at any time. Its path tells
 where the store is: …/s3:/bucket/prefix (docs/adr/0014). No torch here.
+
+An object store gives less than a file system: no rename, no lock, and in some stores no immediate listing. What is
+built instead:
+- The manifest is the commit. It is put last and only if none is there, so a checkpoint is whole or invisible, and of
+  two writers of one name the first one wins.
+- The owner's record is the lock. Each change reads it first; a run that finds a later one is refused. Between the
+  reading and the change a later run may take over, which is why names carry the round: what an earlier run still
+  commits is not in the later one's lineage.
+- `.newest` makes up for listings that lag: its name is looked up directly.
+
+Calls are tried again for as long as the caller's patience lasts, which differs by what waits: training waits for no
+save, a job without a state cannot begin.
 """
 
 from __future__ import annotations
@@ -150,6 +162,7 @@ class ObjectStore:
         )
 
     def has_bucket(self) -> bool:
+        """True if the bucket exists, and these credentials may see it."""
         return bool(self._files.fs.exists(self._root.partition("/")[0]))
 
     # --- reading -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from elasticd.checkpointing.storage.atomic_write import discard, sweep
+from elasticd.checkpointing.storage.atomic_write import discard, fsync_directory, sweep
 from elasticd.checkpointing.storage.lineage import (
     CheckpointName,
     Entry,
@@ -116,6 +116,7 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
             store.rename(named.path.name, target.name)
         named.path.rename(target)
         renamed.append(target)
+    fsync_directory(Path(directory))  # the mark says that they are gone
     went_back(directory, step).touch()
     if store is not None:
         store.write(went_back(directory, step).name)

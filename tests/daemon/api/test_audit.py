@@ -144,7 +144,11 @@ def test_strangers_cannot_flood_it(tmp_path: Path) -> None:
         assert len(lines.events) == 2 and len(lines.events[1].target) == 200
         for i in range(5000):
             reject("/", f"10.1.{i >> 8}.{i & 255}")
-        assert len(audited._written_at) == 1024
+        written = len(lines.events)
+        reject("/", "10.1.0.0")
+        assert len(lines.events) == written + 1, "that caller has made room"
+        reject("/", "10.1.19.135")
+        assert len(lines.events) == written + 1
 
 
 def test_login_attempts_cannot_flood_it() -> None:

@@ -100,26 +100,11 @@ headers = st.lists(
     ),
     max_size=4,
 )
-heads = st.sampled_from(
-    [b"GET /metrics HTTP/1.1\r\n", b"POST /v1/jobs HTTP/1.1\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b""]
-)
 
 
 def request(method: str, path: str, query: str, head: list[tuple[str, str]], body: bytes) -> bytes:
     lines = [f"{method} {path}?{query} HTTP/1.1", *(f"{name}: {value}" for name, value in head)]
     return "\r\n".join(lines).encode("utf-8", "replace") + b"\r\n\r\n" + body
-
-
-def test_raw_bytes(one: Served) -> None:
-    before = one.store.list("/")
-
-    @FEW
-    @given(heads, st.binary(max_size=200), st.binary(max_size=20).map(lambda tail: tail + b"\r\n\r\n") | st.just(b""))
-    def fuzz(head: bytes, data: bytes, tail: bytes) -> None:
-        said(one, head + data + tail)
-
-    fuzz()
-    assert one.store.list("/") == before
 
 
 def test_requests_without_token_change_and_reveal_nothing(one: Served) -> None:

@@ -22,7 +22,6 @@ def test_first_node_counts_and_others_complete_it() -> None:
     b = JobProgress("b", 3, step=11, checkpoint=CheckpointStatus(9, 3), rounds=rounds(1, 2, reason="b's"),
                     ranks=(RankProgress(1),), step_samples=((10.0, 1, 1),))  # fmt: skip
     one = merge_progress([a, b], {"c": "it did not answer"})
-    assert one is not None
     assert (one.node, one.step, one.checkpoint) == ("a", 11, CheckpointStatus(9, 3))
     assert [(each.round, each.reason) for each in one.rounds] == [(1, "b's"), (2, "a's"), (3, "a's")]
     assert one.ranks == (RankProgress(0), RankProgress(1))
@@ -34,7 +33,6 @@ def test_leader_says_what_a_fault_cost() -> None:
     lost = RoundStatus(2, nodes=("a", "b"), leader="b")
     seen = [replace(lost, at=at, lost_seconds=lost_s) for at, lost_s in ((10.0, 0.4), (99.0, 0.2))]
     one = merge_progress([JobProgress(node, 2, rounds=(seen[i],)) for i, node in enumerate("ab")], {})
-    assert one is not None
     assert [(each.at, each.lost_seconds) for each in one.rounds] == [(10.0, 0.2)], (
         "all else is by the first one's clock"
     )
@@ -43,7 +41,6 @@ def test_leader_says_what_a_fault_cost() -> None:
 def test_round_says_which_rank_saved_its_state_and_how_many_kept_their_process() -> None:
     seen = {"a": RoundStatus(2, world_size=4, kept=2), "b": RoundStatus(2, resumed_step=40, donor=3, kept=1)}
     one = merge_progress([JobProgress(node, 2, rounds=(each,)) for node, each in seen.items()], {})
-    assert one is not None
     saved = "resumed from step 40, saved by rank 3 after the fault"
     assert [each.origins for each in one.rounds] == [[saved, "3 of 4 ranks kept the process"]]
 

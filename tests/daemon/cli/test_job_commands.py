@@ -96,7 +96,7 @@ def test_follow_of_a_job_that_fails_ends_with_the_reason(node: MakeNode, tmp_pat
     ask = asker(node().start())
     options = ["--id", "greeting", "--follow", "--workers", "1"]
     why = "greeting: failed: an error in the script, not restarted: rank 0 failed by itself before the first step: "
-    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), code=1, err=why)
+    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), COLD, code=1, err=why)
     assert out.startswith("greeting\nhello\n")
 
 
@@ -212,7 +212,6 @@ def test_logs_of_another_node(nodes: MakeNode, tmp_path: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        assert away.stdout is not None
         assert away.stdout.readline() == "rank 1 of 2 is here\n"
         (n1.work / "go").touch()
         out, _ = away.communicate(timeout=30)

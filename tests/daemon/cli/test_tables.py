@@ -38,6 +38,17 @@ def test_jobs() -> None:
     assert tables.jobs([]) == "no jobs; elasticd submit FILE submits one\n"
 
 
+def test_spares_are_in_the_page_of_a_job() -> None:
+    asked = {**JOB, "requested": {"nodes": [1, 2], "slots": [4, 4], "spares": 2}}
+    members = [{"node": "a", "slots": [0, 1]}]
+    spares = [{"node": "a", "slots": [2]}, {"node": "c", "slots": [0, 1, 2, 3]}]
+    ready = page_of({**asked, "progress": {"members": members, "spares": spares}})
+    assert "  spares      2, slot 2 of a and c\n" in ready
+    assert "1 to 2 nodes with 4 slots each and 2 spares\n" in ready
+    assert "  spares      0, none is ready\n" in page_of({**asked, "progress": {"members": members}})
+    assert "spares" not in page_of({**JOB, "progress": {"members": members}})
+
+
 def test_queue_shows_the_turns_and_what_their_submitters_use() -> None:
     waiting = {**JOB, "state": "pending", "nodes": [], "slots": 0, "age_seconds": 65.0, "reason": "pending: needs"}
     rows = [

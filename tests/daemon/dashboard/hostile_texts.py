@@ -47,7 +47,7 @@ class Read(HTMLParser):
 
     def __post_init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self._open: list[str] = []
+        self.open_tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag in _ELEMENTS, tag
@@ -63,10 +63,10 @@ class Read(HTMLParser):
         if "id" in named:
             self.ids.append(str(named["id"]))
         if tag not in _VOID:
-            self._open.append(tag)
+            self.open_tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self._open and self._open.pop() == tag, (tag, self._open)
+        assert self.open_tags and self.open_tags.pop() == tag, (tag, self.open_tags)
 
     def handle_comment(self, data: str) -> None:
         raise AssertionError(f"a comment: {data}")
@@ -82,6 +82,6 @@ def read(page: str) -> Read:
     found = Read()
     found.feed(page)
     found.close()
-    assert not found._open, found._open
+    assert not found.open_tags, found.open_tags
     assert len(set(found.ids)) == len(found.ids), found.ids
     return found

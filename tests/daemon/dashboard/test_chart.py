@@ -40,7 +40,7 @@ def test_rates(samples: Any, live: bool, expected: list[float | None]) -> None:
 def test_rates_sum_up_to_the_steps() -> None:
     job = JobStatus.from_dict(a_job())
     shown = chart.window(job, NOW, None)
-    found = chart.rates(chart.points(job), shown, live=False)
+    found = chart.rates(chart.step_samples(job), shown, live=False)
     width = (shown.until - shown.since) / len(found)
     assert sum((one or 0.0) * width for one in found) == pytest.approx(100 + 14 * 14, rel=0.05)
 
@@ -50,7 +50,7 @@ def test_rates_from_the_event_log_alone() -> None:
     job_rounds = a_job()["progress"]["rounds"]
     job_rounds[1] |= {"last_step": 191, "ended_at": NOW - 96.0}
     job = JobStatus.from_dict({**a_job(step_samples=[], rounds=job_rounds), "ended_at": NOW - 96.0})
-    found = chart.rates(chart.points(job), chart.window(job, NOW, None), live=False)
+    found = chart.rates(chart.step_samples(job), chart.window(job, NOW, None), live=False)
     assert {round(one, 2) for one in found if one} >= {1.0}
     assert found[-1] == pytest.approx(1.0)
 
@@ -60,7 +60,7 @@ def test_different_host_clocks_give_no_spike() -> None:
     answer["progress"]["rounds"][1]["first_step_at"] += 0.004  # the log's clock is ahead of the runner's
     answer["progress"]["rounds"][1]["first_step"] = 93
     job = JobStatus.from_dict(answer)
-    found = chart.rates(chart.points(job), chart.window(job, NOW, None), live=True)
+    found = chart.rates(chart.step_samples(job), chart.window(job, NOW, None), live=True)
     assert max(one for one in found if one is not None) < 1.3
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elasticd_agent.system.gpus.nvml import NvmlClient
@@ -139,9 +139,8 @@ def test_broken_driver_fails_until_it_recovers(
 
 def test_stopped_nvml_process_is_replaced(gpu_node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_node.run()
-    helper = gpu_node.checks()._nvml._helper
-    assert helper is not None
-    os.kill(helper.pid, signal.SIGSTOP)
+    (helper,) = (child for child in psutil.Process().children() if "nvml" in " ".join(child.cmdline()))
+    helper.suspend()
     with monkeypatch.context() as impatient:
         impatient.setattr(checks, "NVML_TIMEOUT_S", 0.3)
         assert gpu_node.run()["gpus"].outcome == "failed"

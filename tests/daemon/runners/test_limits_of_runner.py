@@ -33,7 +33,6 @@ def test_runner_refuses_paths_beyond_the_limits(tmp_path: Path, limits: dict[str
     spec = RunnerSpec("j", 1, "n1", (0,), job, commands=limits.get("commands"), directories=limits.get("directories"))
     assert main.run_to_end(spec, StoreSecrets(), files, ()) == 2
     ended = read_exit(files)
-    assert ended is not None
     assert (ended.outcome, ended.reason.startswith(why)) == ("refused", True)
     assert not files.logs.exists(), "nothing was started"
 
@@ -54,7 +53,6 @@ def test_node_does_not_refuse_a_job_for_what_is_in_the_store(
     files.root.mkdir(parents=True)
     main.run_to_end(RunnerSpec("j", 1, "n1", (0,), "{}"), StoreSecrets(), files, ())
     ended = read_exit(files)
-    assert ended is not None
     assert (ended.outcome, ended.reason) == (outcome, "why")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -148,7 +149,6 @@ def test_runner_is_alive_without_a_free_file_descriptor(tmp_path: Path) -> None:
             [sys.executable, "-c", HOLDS, str(files.lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as runner,
     ):
-        assert runner.stdout is not None
         assert runner.stdout.readline() == "has it\n"
         assert runners.adopt() == []
         (known,) = runners.alive()
@@ -184,7 +184,9 @@ def test_dead_file_system_does_not_delay_the_search_for_a_locks_owner(tmp_path: 
 
 
 @needs_root
-def test_only_the_job_users_lock_keepers_are_killed(open_state: Path) -> None:
+def test_only_the_job_users_lock_keepers_are_killed(open_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "REMNANT_GRACE_S", 0.0)
+    monkeypatch.setattr(manager, "SIGN_GRACE_S", 0.0)
     files, lines = theirs(open_state), list[str]()
     setuid = open_state / "sleep"
     shutil.copy("/bin/sleep", setuid)
@@ -201,13 +203,14 @@ def test_only_the_job_users_lock_keepers_are_killed(open_state: Path) -> None:
                 ("other", "sleep", 1),
             )
         }
+        os.truncate(files.lock, 0)
         os.close(fd)
         try:
             assert Path(f"/proc/{by['setuid'].pid}/status").read_text().split("Uid:\t")[1].startswith("65534\t0\t")
             assert runners.adopt() == []
-            (runner,) = runners._runners.values()
-            keepers, complete = runners._lock_keepers(runner)
-            assert ({process.pid for process in keepers}, complete) == ({by["user"].pid, by["setuid"].pid}, True)
+            assert [runners.poll(time.monotonic()) for _ in range(2)] == [[], []]
+            assert [by[name].wait(10) for name in ("user", "setuid")] == [-signal.SIGKILL] * 2
+            assert [by[name].poll() for name in ("root", "other")] == [None] * 2
         finally:
             for process in by.values():
                 process.kill()
@@ -216,6 +219,7 @@ def test_only_the_job_users_lock_keepers_are_killed(open_state: Path) -> None:
 def test_silent_runner_with_damaged_files_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its slots were given to other jobs, and nothing could cancel it."""
     monkeypatch.setattr(manager, "SPEC_FROM_RUNNER_S", 0.1)
+    monkeypatch.setattr(manager, "SIGN_GRACE_S", 0.0)
     files, lines = made(tmp_path, "mine"), list[str]()
     files.runner_spec.write_text("{")
     with (
@@ -224,13 +228,10 @@ def test_silent_runner_with_damaged_files_can_be_stopped(tmp_path: Path, monkeyp
             [sys.executable, "-c", HOLDS, str(files.lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as runner,
     ):
-        assert runner.stdout is not None
         assert runner.stdout.readline() == "has it\n"
         os.truncate(files.lock, 20)
         assert runners.adopt() == []
         assert "may use any slot" in lines[0]
-        (known,) = runners._runners.values()
-        known.search_owner_at = 0.0
         assert runners.request_stop("mine", 1, "cancelled", 5.0)
         ended = list(runners.poll(time.monotonic()))  # it may take effect at once
         runner.wait(10)
@@ -284,8 +285,9 @@ def open_state() -> Iterator[Path]:
 def theirs(state: Path) -> JobFiles:
     """The folders of a run of nobody's, as the agent makes them."""
     with closing(RunnerManager(state, lambda: None, lambda line: None)) as runners:
-        files = runners._folder(ORDER, Account.of("nobody"))
-    replace_file(files.runner_spec, ORDER.to_json())
+        runners.refuse(ORDER, Account.of("nobody"), "")
+    files = job_files(state, ORDER.job, ORDER.number)
+    files.refusal.unlink()
     return files
 
 
@@ -311,6 +313,7 @@ def test_lock_out_of_reach_keeps_no_slots(
 ) -> None:
     """In a socket no process has its descriptor, and another user's process cannot be killed for it."""
     monkeypatch.setattr(manager, "REMNANT_GRACE_S", 0.0)
+    monkeypatch.setattr(manager, "SIGN_GRACE_S", 0.0)
     files, lines = theirs(open_state), list[str]()
     fd = alive.take_lock(files.lock)
     assert fd is not None
@@ -321,14 +324,11 @@ def test_lock_out_of_reach_keeps_no_slots(
             pass_fds=[fd], user=user, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as keeper,
     ):  # fmt: skip
-        assert keeper.stdout is not None
         assert keeper.stdout.readline() == "sent\n"
         os.truncate(files.lock, 0)
         os.close(fd)
         assert alive.is_locked(files.lock)
         assert runners.adopt() == []
-        (runner,) = runners._runners.values()
-        runner.search_owner_at = 0.0
         ended = [end for _ in range(5) for end in runners.poll(time.monotonic())]
         assert [end.key for end in ended] == [("mine", 1)]
         assert lines[-1] == "job mine: no process of its user has its lock any more; its slots are free"

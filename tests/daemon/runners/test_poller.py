@@ -18,7 +18,7 @@ from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlSer
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners import liveness, poller
 from elasticd_daemon.runners.liveness import ProcessIdentity
-from elasticd_daemon.runners.poller import RunnerPoller, ask_runner
+from elasticd_daemon.runners.poller import RunnersPoller, ask_runner
 
 WAIT_S = 60.0
 
@@ -50,7 +50,7 @@ def test_runners_that_do_not_answer_delay_no_other(stack: ExitStack, tmp_path: P
         return {"phase": "running"}
 
     stack.enter_context(closing(ControlServer(good.runtime / SOCKET_NAME, lambda _: None, verbs={"poll": answer})))
-    runners = stack.enter_context(closing(RunnerPoller(lambda: None, 0.05)))
+    runners = stack.enter_context(closing(RunnersPoller(lambda: None, 0.05)))
     began = time.monotonic()
     runners.set_targets({(files.root.name, 1): (files, me) for files in [*silent, good]})
     for _ in range(10):

@@ -179,7 +179,6 @@ def test_interpreter_that_the_user_may_not_execute(open_place: Path, monkeypatch
         runner = spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
     assert runner.wait(30) == 2
     last = read_exit(files)
-    assert last is not None
     why = f"user 'nobody' may not execute {shut}/python, because {shut} (mode 0700) is closed to it"
     assert (last.outcome, last.reason) == ("refused", f"{why}; install in an open directory")
 
@@ -206,7 +205,6 @@ def stops_our_children() -> Iterator[subprocess.Popen[str]]:
     """A process of the job's user stops every child of ours, and its child, that is its own, and prints its pid."""
     command = ["/usr/bin/python3", "-I", "-c", STOPS, str(os.getpid())]
     attack = subprocess.Popen(command, user=SOMEBODY.pw_uid, group=SOMEBODY.pw_gid, stdout=subprocess.PIPE, text=True)
-    assert attack.stdout is not None
     try:
         assert attack.stdout.readline() == "looking\n"
         yield attack
@@ -222,7 +220,6 @@ def test_jobs_user_cannot_delay_the_agent_that_starts_it(open_place: Path, monke
     with stops_our_children() as attack, open(files.lock, "w") as lock:
         runner = run_within(15, lambda: spawning.spawn(files, lock.fileno(), account, StoreSecrets()))
         try:
-            assert attack.stdout is not None
             stopped = int(attack.stdout.readline())
             assert stopped != runner.pid, "the runner can be stopped as itself, its keeper cannot"
         finally:
@@ -257,7 +254,6 @@ def test_jobs_user_cannot_read_secrets_as_the_runner_starts(open_place: Path, mo
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert attack.stdout is not None
     try:
         assert attack.stdout.readline() == "looking\n"
         for number in range(1, 6):

@@ -198,7 +198,6 @@ def test_record_result_bounds_the_history(store: Store) -> None:
     assert [note.number for note in kept.rounds] == list(range(5000 - queue.MAX_ROUNDS, 5000))
     assert kept.rounds[0].reason.startswith("round 4800 because")
     found = store.read(names.RESULTS + "llm")
-    assert found is not None
     assert len(found.value) < 60_000
     assert queue.read_view(store).result("llm", wants.number) == kept
 
@@ -210,7 +209,6 @@ def test_result_overwritten_with_garbage_still_holds(store: Store) -> None:
     result = queue.cancel(store, "job", "ann", 7.0)
     assert queue.read_view(store, cache=cache).results == (result,)
     found = store.read(names.RESULTS + "job")
-    assert found is not None
     assert store.compare_and_swap(names.RESULTS + "job", found.version, b'{"number": 1e9')
     told: list[str] = []
     now = queue.read_view(store, told.append, cache)
@@ -266,7 +264,6 @@ def test_submit_with_a_damaged_sequence(store: Store, text: bytes) -> None:
     for job in "abc":
         submit(store, job)
     found = store.read(names.SEQUENCE)
-    assert found is not None
     assert store.compare_and_swap(names.SEQUENCE, found.version, text)
     assert submit(store, "d").number == 4
     store.delete(names.SEQUENCE)

@@ -29,8 +29,8 @@ from elasticd_daemon.scheduler.policy import (
     BLOCKS_NOBODY,
     describe,
     head_of_queue,
+    jobs_refused_everywhere,
     queue,
-    refused_everywhere,
     schedule,
 )
 
@@ -47,7 +47,9 @@ def submissions(draw: st.DrawFn) -> tuple[Submission, ...]:
         nodes = sorted((draw(st.integers(1, 4)), draw(st.integers(1, 4))))
         slots = sorted((draw(st.integers(1, 5)), draw(st.integers(1, 5))))
         by = draw(st.sampled_from(["", "ann", "bob at 10.0.0.1"]))
-        found.append(Submission(job, len(found) + 1, "{}", nodes[0], nodes[1], slots[0], slots[1], submitted_by=by))
+        spares = draw(st.integers(0, 2))
+        wants = Submission(job, len(found) + 1, "{}", nodes[0], nodes[1], slots[0], slots[1], by, spares=spares)
+        found.append(wants)
     return tuple(draw(st.permutations(found)))
 
 
@@ -164,7 +166,7 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
             if before is None and (r.job, r.number, r.state) == (wants.job, wants.number, "running")
         }
         kept = {p.node for p in before.assignments} if before is not None else {node for node, _ in runs}
-        assert len(mine.assignments) <= max(wants.max_nodes, len(kept)), "never more"
+        assert len(mine.assignments) <= max(wants.most_nodes, len(kept)), "never more"
         assert len({p.node for p in mine.assignments}) == len(mine.assignments)
         for at in mine.assignments:
             status = here.get(at.node) or absent[at.node]
@@ -175,7 +177,7 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
                 assert at.node in here, "nothing new on an absent node"
                 assert status.state == "ready"
                 assert at.node not in {c.node for c in view.cordons}
-                assert wants.min_slots <= len(at.slots) <= wants.max_slots
+                assert wants.min_slots <= len(at.slots) <= wants.most_slots
                 assert max(at.slots) < status.slots
                 busy = {s for r in status.runners if r.state != "refused" for s in r.slots}
                 assert not busy & set(at.slots), "a process still runs there"
@@ -270,6 +272,15 @@ def test_ended_job_releases_its_slots() -> None:
     assert after(ended).placements[0] == one.placements[0]
 
 
+def test_spares_are_nodes_beyond_the_most_or_slots_of_the_only_node() -> None:
+    nodes = {"n1": 6, "n2": 4, "n3": 4, "n4": 4}
+    wide, one = (after(view(replace(job(nodes=(n, n)), spares=1), nodes=nodes)) for n in (2, 1))
+    assert [(at.node, len(at.slots)) for at in live(wide)["a"].assignments] == [("n2", 4), ("n3", 4), ("n4", 4)]
+    assert [(at.node, len(at.slots)) for at in live(one)["a"].assignments] == [("n1", 5)]
+    without = after(view(replace(job(nodes=(4, 4)), spares=1), nodes=nodes))
+    assert len(live(without)["a"].assignments) == 4, "no job waits for its spares"
+
+
 def test_result_of_an_earlier_run() -> None:
     """It does not end the run that was submitted later."""
     again = view(job(number=7), nodes={"n1": 4}, results=(JobResult("a", 3, "failed", 1, ""),))
@@ -317,24 +328,26 @@ def test_refusal_is_kept_after_the_runner_is_gone() -> None:
 
 def test_job_that_every_node_refused_is_named_with_their_reasons() -> None:
     refused = RunnerStatus("a", 1, (), "refused", "no script")
-    one = after(view(job(), job("b", 2), nodes={"n1": 4}))
+    first = view(job(), job("b", 2), nodes={"n1": 4})
+    assert jobs_refused_everywhere(first) == {}, "nothing is placed yet"
+    one = after(first)
     (node,) = one.nodes
     then = after(replace(one, nodes=(replace(node, runners=(refused,)),)))
     assert words(then, "a").endswith(f"the only node cannot run it: n1 refused it: no script; {BLOCKS_NOBODY}")
     assert words(then, "b") == "runs on n1 (slots 0-3)"
-    assert refused_everywhere(then) == {("a", 1): "n1 refused it: no script"}
-    assert refused_everywhere(replace(then, cordons=(Cordon("n1", False, "repair"),))) == {}
-    assert refused_everywhere(replace(then, nodes=(*then.nodes, NodeStatus("n2", "i", 4)))) == {}, "n2 may run it"
-    assert refused_everywhere(replace(then, absent=(NodeStatus("n2", "i", 4),))) == {}
+    assert jobs_refused_everywhere(then) == {("a", 1): "n1 refused it: no script"}
+    assert jobs_refused_everywhere(replace(then, cordons=(Cordon("n1", False, "repair"),))) == {}
+    assert jobs_refused_everywhere(replace(then, nodes=(*then.nodes, NodeStatus("n2", "i", 4)))) == {}, "n2 may run it"
+    assert jobs_refused_everywhere(replace(then, absent=(NodeStatus("n2", "i", 4),))) == {}
 
 
 def test_job_that_needs_more_nodes_than_refuse_it_waits_for_them() -> None:
     refused = RunnerStatus("a", 1, (), "refused", "the workdir is not there")
     one = after(view(job(nodes=(2, 2)), nodes={"n1": 4, "n2": 4}))
     alone = replace(one, nodes=(replace(one.nodes[0], runners=(refused,)),))
-    assert refused_everywhere(after(alone)) == {}, "n2 is not up yet"
+    assert jobs_refused_everywhere(after(alone)) == {}, "n2 is not up yet"
     both = replace(one, nodes=tuple(replace(node, runners=(refused,)) for node in one.nodes))
-    assert list(refused_everywhere(after(both))) == [("a", 1)]
+    assert list(jobs_refused_everywhere(after(both))) == [("a", 1)]
 
 
 def test_reason_names_equal_refusals_once() -> None:
@@ -359,7 +372,6 @@ def test_start_of_the_head_rewrites_only_the_next() -> None:
         )
     )
     head = head_of_queue(waiting)
-    assert head is not None
     assert (head.job, words(waiting, "j200")) == ("j1", BEHIND_OTHERS)
     assert describe(BEHIND_OTHERS, head) == "pending behind j1, which is next and needs 1 node with 4 free slots"
     free = replace(waiting, nodes=(NodeStatus("n1", "i", 4),))

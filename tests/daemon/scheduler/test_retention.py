@@ -99,7 +99,6 @@ def test_scheduler_clock_ignores_the_time_of_day(at: float) -> None:
         over.next_scheduler()
     assert over.jobs() == {"llm"}
     found = over.memory.read(names.CLOCK)
-    assert found is not None
     assert 7.5 * HOUR < float(found.value) <= 9 * HOUR, "a change of schedulers loses a tick or two"
     over.turns(3 * HOUR, 600.0)
     assert not over.left()
@@ -186,7 +185,6 @@ def test_records_that_cannot_be_removed() -> None:
     broken = [f"j{n}" for n in range(6)]
     for job in broken:
         found = over.memory.read(names.SUBMISSIONS + job)
-        assert found is not None
         assert over.memory.compare_and_swap(names.SUBMISSIONS + job, found.version, b"{")
     over.turns(20 + REFRESH_S)
     assert {e.job for e in queue.read_view(over.memory).results} == set(broken)

@@ -27,7 +27,10 @@ _KEYS = {
     "ports": "containerPort",
 }
 """How the items of a list are told apart when two are merged (Kubernetes' patchMergeKey); other lists are replaced."""
-_NOWHERE = {"Namespace", "PriorityClass"}
+_NOWHERE = {
+    *("Namespace", "PriorityClass", "ClusterRole", "ClusterRoleBinding"),
+    *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
+}
 """Kinds that are in no namespace."""
 
 

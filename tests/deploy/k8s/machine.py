@@ -338,7 +338,6 @@ class AgentPod:
     @property
     def agent(self) -> int:
         """The pid of the agent itself, below its supervisor."""
-        assert self.process is not None
         pid = self.process.process.pid
         return min(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 

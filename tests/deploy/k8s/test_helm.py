@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.k8s.manifests import ROOT, Object, objects, of_kind, one, overlay
+from tests.deploy.k8s.manifests import K8S, ROOT, Object, objects, of_kind, one, overlay, render
 from tests.deploy.k8s.test_kustomize import plain
 
 if sys.version_info >= (3, 11):
@@ -78,6 +78,17 @@ def test_chart_renders_what_the_overlay_does(name: str, args: tuple[str, ...]) -
     assert set(ours) == set(theirs)
     for key in theirs:
         assert ours[key] == theirs[key], key
+
+
+def test_node_health_renders_what_the_component_does(tmp_path: Path) -> None:
+    there = os.path.relpath(K8S, tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{there}/overlays/etcd]\ncomponents: [{there}/components/node-health]\n"
+    )
+    ours, theirs = comparable(template("--set", "nodeHealth=report")), comparable(render(tmp_path))
+    assert ours == theirs
+    found = template("--set", "nodeHealth=read", namespace="training")
+    assert one(found, "ClusterRoleBinding")["subjects"][0]["namespace"] == "training"
 
 
 def test_values_are_put_in(tmp_path: Path) -> None:

@@ -132,7 +132,6 @@ def quantities(of: Object) -> Iterator[tuple[str, Any]]:
 def test_own_agent_toml_replaces_the_overlays(tmp_path: Path) -> None:
     """By the words of the page, from outside of deploy/k8s."""
     generator = re.search(r"^```yaml\n(configMapGenerator:.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert generator is not None
     there = os.path.relpath(K8S / "overlays" / "external-etcd", tmp_path.resolve())
     (tmp_path / "kustomization.yaml").write_text(f"resources: [{there}]\n{generator[1]}")
     (tmp_path / "agent.toml").write_text("# mine\n")
@@ -144,7 +143,6 @@ def test_own_agent_toml_replaces_the_overlays(tmp_path: Path) -> None:
 
 def test_ipv6_patch_of_the_page_sets_a_known_variable() -> None:
     patch = re.search(r"`({op: add, path: /spec/template/spec/containers/0/env/-.*?})`", PAGE.read_text())
-    assert patch is not None
     given = yaml.safe_load(patch[1])["value"]
     read = variables.read_overrides(NodeSettings, {given["name"]: given["value"]})
     assert {key: said.value for key, said in read.items()} == {"http.bind": "::"}
@@ -166,6 +164,31 @@ def test_components_can_be_combined(tmp_path: Path) -> None:
     spec = agents(found).spec
     assert (spec["hostNetwork"], spec["runtimeClassName"]) == (True, "nvidia")
     assert [c["name"] for c in spec["initContainers"]] == ["memlock", "state"]
+
+
+def test_node_health_lets_the_agents_read_nodes_and_write_the_status_of_their_own(tmp_path: Path) -> None:
+    there = os.path.relpath(K8S, tmp_path.resolve())
+    text = {"resources": [f"{there}/overlays/etcd"], "components": [f"{there}/components/node-health"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    found = render(tmp_path)
+    assert wrong(found, VERSIONS[1]) == []
+    pod, account = agents(found), one(found, "ServiceAccount")
+    assert (pod.spec["serviceAccountName"], pod.spec["automountServiceAccountToken"]) == ("elasticd-agent", True)
+    subject = {"kind": "ServiceAccount", **{key: account["metadata"][key] for key in ("name", "namespace")}}
+    assert one(found, "ClusterRoleBinding")["subjects"] == [subject]
+    assert one(found, "ClusterRoleBinding")["roleRef"]["name"] == one(found, "ClusterRole")["metadata"]["name"]
+    rights = {
+        (what, verb)
+        for rule in one(found, "ClusterRole")["rules"]
+        for what in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert rights == {("nodes", "get"), ("nodes/status", "patch")}, "what health/kubernetes_node.py asks for"
+    policy = one(found, "ValidatingAdmissionPolicy")
+    assert one(found, "ValidatingAdmissionPolicyBinding")["spec"]["policyName"] == policy["metadata"]["name"]
+    given = {e["name"]: e["value"] for e in pod.container("agent")["env"] if e["name"].startswith("ELASTICD_HEALTH")}
+    read = variables.read_overrides(NodeSettings, given)
+    assert {key: said.value for key, said in read.items()} == {"health.kubernetes": "report"}
 
 
 # --- the agents' pods -------------------------------------------------------------------------------------------------
@@ -338,7 +361,6 @@ def test_etcd_members_are_separate_and_outside_gpu_nodes() -> None:
         secret = pod.volumes[mount["name"]]["secret"]["secretName"]
         assert given[flag].removeprefix(mount["mountPath"] + "/") in created[secret], flag
     data = mounted(container, given["data-dir"])
-    assert data is not None
     assert data["mountPath"] in writable(pod, container)
 
 
@@ -361,7 +383,6 @@ def test_etcd_patch_of_the_operations_page(tmp_path: Path) -> None:
     """A member that has lost its disk comes back only as one of a cluster that is there."""
     page = (ROOT / "docs" / "operations.md").read_text()
     patches = re.search(r"```yaml\n(  - target: {kind: StatefulSet.*?)```", page, re.DOTALL)
-    assert patches is not None
     base = os.path.relpath(K8S / "overlays" / "etcd", tmp_path)
     (tmp_path / "kustomization.yaml").write_text(f"resources: [{base}]\npatches:\n{patches[1]}")
 

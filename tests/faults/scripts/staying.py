@@ -20,7 +20,6 @@ import elasticd
 parser = argparse.ArgumentParser()
 parser.add_argument("args", nargs="*")
 parser.add_argument("--steps", type=int, required=True)
-parser.add_argument("--stubborn", type=int, help="a rank that catches everything in the first round, and stays")
 options = parser.parse_args()
 
 faults.at(0)
@@ -57,14 +56,5 @@ def train() -> int:
     return 0
 
 
-def train_stubbornly() -> int:
-    try:
-        return train()
-    except BaseException:
-        if (session.rank, session.round) == (options.stubborn, 1):
-            time.sleep(3600)
-        raise
-
-
-faults.write(f"ended-{session.rank}", f"{session.run(train_stubbornly)}\n")
+faults.write(f"ended-{session.rank}", f"{session.run(train)}\n")
 session.close()

@@ -1,4 +1,4 @@
-"""Trains by `session.run`; each step writes its samples before it is committed. `newcomer` is what a process does that
+"""Trains by `session.run`; each step writes its samples before it is summed. `newcomer` is what a process does that
 runs ahead of its round: "" enters; "fails" raises an error; "waits" does not come to its entry.
 """
 
@@ -18,6 +18,8 @@ import elasticd
 
 SAMPLES, BATCH = 1200, 12
 how, epochs = sys.argv[1], int(sys.argv[2])
+if "ELASTICD_NEWCOMER" in os.environ:
+    faults.write("newcomers", f"{os.getpid()}\n")
 if how and "ELASTICD_NEWCOMER" in os.environ:
     faults.write("newcomer", how)
     if how == "waits":
@@ -41,10 +43,11 @@ def train() -> None:
         for x, which in DataLoader(data, batch_sampler=sampler):
             loss = model(x).square().mean() * sampler.loss_scale()
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            # Before the gradients are summed: a rank that is killed after that has taken part in the step.
             used = {"step": session.steps + 1, "round": session.round, "samples": which.tolist(), "epoch": epoch}
             faults.write("samples", f"{json.dumps(used)}\n")
+            loss.backward()
+            optimizer.step()
             session.step()
             faults.write(f"steps-{session.rank}", f"{session.round} {session.steps}\n")
             time.sleep(0.01)

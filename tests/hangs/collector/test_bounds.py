@@ -21,7 +21,7 @@ from elasticd_agent.system.processes import procfs
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until, published
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(1e6)"
-MARGIN_S = 1.5
+MARGIN_S = 10.0
 """What killing, reaping and a crowded machine may take beyond the budget."""
 
 
@@ -55,7 +55,7 @@ def test_budget_when_py_spy_hangs(
     pids = [worker(SLEEPS), worker(SLEEPS)]
     began = time.monotonic()
     assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < MARGIN_S
     found = posted.get(timeout=30)
     assert found.seconds < 1.5 + MARGIN_S
     for rank in found.ranks:
@@ -92,10 +92,7 @@ def test_dead_log_directory_redirects_evidence(
     evidence.close()
     place = elsewhere / "round-7" / "evidence"
     assert evidence.directory_for(final) == place
-    assert sorted(path.name for path in place.iterdir()) == [
-        "evidence-a.json",
-        "verdict.json",
-    ]
+    assert sorted(path.name for path in place.iterdir()) == ["evidence-a.json", "verdict.json"]
     said = f"the evidence of round 7 is in {place}: {final} cannot be written: it did not answer within 1.0 s"
     assert caplog.messages == [said]
     assert elsewhere.parent.stat().st_mode & 0o777 == 0o700
@@ -133,19 +130,21 @@ def test_publishing_after_budget_is_spent(
 def test_time_doubles_after_late_gathering(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
 ) -> None:
-    """A machine that is too busy for the first gathering, as each py-spy needs 1 s, has the stacks of a later one."""
-    spy = tmp_path / "py-spy"
-    spy.write_text(f'#!/bin/sh\nsleep 1.5\nexec {module.find_py_spy()} "$@"\n')
+    """A machine that is too busy for the first two gatherings has the stacks of a later one."""
+    spy, calls = tmp_path / "py-spy", tmp_path / "calls"
+    slow = f"echo >>{calls}; [ $(wc -l <{calls}) -gt 2 ] || sleep 1000"
+    spy.write_text(f'#!/bin/sh\n{slow}\nexec {module.find_py_spy()} "$@"\n')
     spy.chmod(0o700)
     evidence = takes(1.0, spy=str(spy))
     target = EvidenceTarget(0, worker(SLEEPS))
     found = []
-    while not found or (found[-1].late and len(found) < 5):
+    while not found or (found[-1].late and len(found) < 8):
         assert evidence.gather(1, [target], tmp_path / "log", "")
         found.append(posted.get(timeout=30))
     assert [each.late for each in found[:2]] == [True, True]
+    assert found[1].seconds > 1.0, "more than the first budget"
     assert (found[-1].late, found[-1].ranks[0].source) == (False, "py-spy")
-    assert "py-spy did not answer within" in found[0].ranks[0].trouble
+    assert "did not answer within" in found[0].ranks[0].trouble
 
 
 def test_directory_without_replacement_is_named_once(
@@ -169,19 +168,14 @@ def test_files_for_dead_directory_are_redirected(takes: MakeEvidence, posted: Po
     final = blocked(tmp_path / "log" / "round-7" / "evidence")
     began = time.monotonic()
     evidence.write(7, "verdict.json", "{}\n", final)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < MARGIN_S
     evidence.close()
     elsewhere = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job"
     assert (elsewhere / "round-7" / "evidence" / "verdict.json").read_text() == "{}\n"
 
 
 def test_killed_helper_costs_only_its_reports(
-    takes: MakeEvidence,
-    worker: StartWorker,
-    posted: Posted,
-    tmp_path: Path,
-    dead_spy: str,
-    until: Until,
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path, dead_spy: str, until: Until
 ) -> None:
     evidence = takes(spy=dead_spy)
     pid = worker(SLEEPS)
@@ -205,7 +199,7 @@ def test_close_does_not_wait_for_gathering(
     until(lambda: helpers(pid), 20)
     began = time.monotonic()
     evidence.close()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < MARGIN_S
     assert not evidence.gather(1, [], tmp_path / "log", "")
     assert "elasticd-evidence" not in [thread.name for thread in threading.enumerate()]
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.hangs.collector.stacks import (
-    NOT_PERMITTED,
-    error_line,
-    from_faulthandler,
-    from_py_spy,
-)
+from elasticd_agent.hangs.collector.stacks import NOT_PERMITTED, error_line, from_faulthandler, from_py_spy
 from elasticd_agent.hangs.stacks import Frame, digest
 
 PYTHON = "/usr/lib/python3.11"

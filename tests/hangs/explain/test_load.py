@@ -176,13 +176,11 @@ def test_done_entries_of_gloo() -> None:
     """Retired ones, and those up to the last completed one."""
     entries = [entry(n, "gloo:all_reduce", done=False, retired=n == 1) for n in (1, 2, 3)]
     found = parse({"entries": entries, "pg_status": {"0": {"last_completed_collective": "2"}}})
-    assert found is not None
     assert [one.done for one in found.groups["default group"].values()] == [True, True, False]
 
 
 def test_retired_entry_of_nccl_is_not_done() -> None:
     found = parse({"entries": [entry(4, done=False, retired=True)], "pg_status": {"0": None, "1": {}}})
-    assert found is not None
     assert [one.done for one in found.groups["default group"].values()] == [False]
 
 

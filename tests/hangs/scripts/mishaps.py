@@ -150,7 +150,6 @@ def lock_of_another() -> None:
     path, holder = WORK / f"held-{RANK}.lock", "import fcntl, sys, time; file = open(sys.argv[1], 'w')"
     holder += "; fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); time.sleep(1e6)"
     process = subprocess.Popen([sys.executable, "-c", holder, str(path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     process.stdout.readline()
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
 """Trains, and waits at some place for some seconds in some way, without a word about it: `waits.py PLACE USE SECONDS`.
 
 Every wait is one that scripts of real users have, and none is a hang. `--session` attaches a checkpoint and calls
-session.step(); without it the script knows nothing of elasticd.
+session.step(); `--run` does so within session.run(); without both the script knows nothing of elasticd.
 """
 
 from __future__ import annotations
@@ -145,7 +145,6 @@ def accumulation(t: Training, use: Use, seconds: float) -> None:
     """Twenty micro-steps a step, for three steps."""
     t.until(WAIT_AT)
     for _ in range(3):
-        assert t.ddp is not None
         with t.ddp.no_sync():
             for _ in range(20):
                 t.ddp(torch.ones(4, 16)).square().mean().backward()
@@ -211,7 +210,6 @@ def slow_items(t: Training, use: Use, seconds: float) -> None:
 def uneven_inputs(t: Training, use: Use, seconds: float) -> None:
     """Rank 0 has three batches more than the others, whose DDP takes part in its collectives."""
     t.until(WAIT_AT)
-    assert t.ddp is not None
     with t.ddp.join():
         for _ in range(3 if t.rank == 0 else 0):
             use(seconds)
@@ -515,11 +513,20 @@ def main() -> None:
     parser.add_argument("use", choices=USES)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--session", action="store_true")
+    parser.add_argument("--run", action="store_true")
     parser.add_argument("--timeout", type=float, default=1800.0, help="the process group's")
     args = parser.parse_args()
-    training = Training(args.session, args.timeout)
-    PLACES[args.place](training, USES[args.use], args.seconds)
-    training.until(END)
+    training = Training(args.session or args.run, args.timeout)
+
+    def train() -> None:
+        training.rank, training.done = dist.get_rank(), 0 if training.session is None else training.session.steps
+        PLACES[args.place](training, USES[args.use], args.seconds)
+        training.until(END)
+
+    if args.run:
+        training.session.run(train)
+    else:
+        train()
     training.end()
 
 

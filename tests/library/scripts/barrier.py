@@ -66,6 +66,7 @@ result = [call(each) for each in calls.get(str(session.rank), calls.get("*", [])
 (folder / f"done.{session.rank}").touch()
 if options.get("close", True):
     session.close()
+    (folder / f"closed.{session.rank}").touch()
 sys.stdout.write(json.dumps({"rank": session.rank, "calls": result}) + "\n")
 sys.stdout.flush()
 for rank in options.get("together", range(session.world_size)):

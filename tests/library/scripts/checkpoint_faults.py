@@ -1,6 +1,6 @@
-"""Run by test_checkpoint_faults.py: saves checkpoints in processes that die or are stopped, or on a disk that is full.
+"""Run by test_checkpoint_faults.py: saves checkpoints in processes that are stopped, or on a disk that is full.
 
-torch is imported once; each writer that shall die is a fork. Prints one JSON line for each thing that happened.
+torch is imported once; the writer is a fork. Prints one JSON line for each thing that happened.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -22,11 +21,8 @@ import torch
 from elasticd.checkpointing.storage.checkpoint_files import relink
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 from elasticd.checkpointing.storage.lineage import lineage
-from elasticd.checkpointing.storage.retention import retain
 from tests.library import checkpoints
 from tests.library.checkpoints import verified_lineage
-
-FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate")
 
 
 def save(directory: Path, round: int, step: int, parent: tuple[int, int] | None, size: int = 1000) -> None:
@@ -68,70 +64,6 @@ def reaped(pid: int, read: int, told: bytes = b"") -> tuple[int, int]:
     with open(read, "rb") as pipe:
         told += pipe.read()
     return os.waitpid(pid, 0)[1], int.from_bytes(told[-4:], "little")
-
-
-def life(directory: Path, done: Callable[[int], None]) -> None:
-    """Everything that touches the directory: a re-link, saves, a step saved again, retention."""
-    entry = lineage(directory)[0][0]
-    relink(directory, entry, 2)
-    save(directory, 2, 20, (1, 10))
-    done(20)
-    save(directory, 2, 20, (1, 10))
-    retain(directory, 2, 1)
-    save(directory, 2, 30, (1, 10))
-    done(30)
-    retain(directory, 2, 1)
-
-
-def clean_afterwards(directory: Path) -> list[str]:
-    """What is there after another round went on and saved twice."""
-    entries, _ = lineage(directory)
-    if entries:
-        relink(directory, entries[0], 3)
-    save(directory, 3, 40, (entries[0].manifest.round, entries[0].manifest.step) if entries else None)
-    save(directory, 3, 50, None)
-    retain(directory, 3, 1)
-    return sorted(os.listdir(directory))
-
-
-def die_at_every_file_operation(base: Path) -> None:
-    point = 0
-    where = base / "where"
-    while True:
-        point += 1
-        directory = base / str(point)
-        save(directory, 1, 10, None)
-
-        def body(done: Callable[[int], None], point: int = point, directory: Path = directory) -> None:
-            left = [point]
-
-            def hook(event: str, arguments: tuple[Any, ...]) -> None:
-                if event in FILE_OPERATIONS:
-                    left[0] -= 1
-                    if left[0] == 0:
-                        os.write(fd, event.encode())
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            sys.addaudithook(hook)
-            life(directory, done)
-            left[0] = -1
-
-        status, saved = reaped(*fork(body))
-        killed = os.WIFSIGNALED(status)
-        assert killed or status == 0, status
-        tell(
-            point=point,
-            event=where.read_text(),
-            killed=killed,
-            saved=saved or 10,
-            loadable=loadable(directory),
-            # Every third point will do: most leave the same things behind.
-            after=clean_afterwards(directory) if point % 3 == 0 or not killed else None,
-        )
-        shutil.rmtree(directory)
-        if not killed:
-            return
 
 
 def stop_in_the_middle(base: Path) -> None:
@@ -205,9 +137,7 @@ def no_directory(directory: Path) -> None:
 
 def main() -> None:
     what, base = sys.argv[1], Path(sys.argv[2])
-    if what == "kill":
-        die_at_every_file_operation(base)
-    elif what == "stop":
+    if what == "stop":
         stop_in_the_middle(base)
     else:
         full_disk(base)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd import newcomer, process_group
+from elasticd import process_group
+from elasticd.rejoin import newcomer
 
 group = newcomer.join(process_group.read_environment())
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))

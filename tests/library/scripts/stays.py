@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,18 +60,11 @@ torch.set_num_threads(1)
 session = elasticd.init()
 torch.manual_seed(7 + session.rank)
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
-compiled: list[int] = []
-
-
-def backend(module: Any, inputs: Any) -> Any:
-    compiled.append(1)
-    return module
-
-
+backend = options.get("backend", "eager")
 if options.get("compile") == "inside":
     model = DistributedDataParallel(torch.compile(net, backend=backend))
 else:
-    model = DistributedDataParallel(net, **options.get("ddp", {}))
+    model = DistributedDataParallel(module=net, **options.get("ddp", {}))
 passes = {"inside": 0, "outside": 0, "optimizer": 0}
 
 
@@ -161,8 +155,23 @@ def train() -> str:
                 say(exiting=True)
                 time.sleep(0.5)
                 sys.exit(3)
+            if fault("doubt"):
+                raise RuntimeError("the rank's own service: Connection refused")
             if fault("error"):
                 raise ValueError("the rank's own error")
+            while fault("passes"):
+                try:
+                    called(x).sum().backward()
+                except Exception:  # noqa: BLE001
+                    time.sleep(0.001)
+            if fault("device"):
+                say(device=True)
+                try:
+                    dist.all_reduce(torch.ones(1))
+                except RuntimeError:
+                    if session.rank == 1:
+                        raise
+                    raise RuntimeError("CUDA error: an illegal memory access was encountered") from None
             if fault("swallowed"):
                 try:
                     dist.all_reduce(torch.ones(1))
@@ -186,6 +195,6 @@ def train() -> str:
 
 
 result = session.run(train)
-say(compiled=len(compiled))
+say(compiled=counters["frames"]["ok"])
 say(result=result, parameters=digest(net.parameters()), entries=entries, steps=session.steps, passes=passes)
 session.close()

@@ -18,7 +18,7 @@ from types import FrameType
 from elasticd_daemon.sd_notify import open_notifier
 
 STATE = Path(sys.argv[1])
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM,)
 asked: list[int] = []
 
 
@@ -53,10 +53,6 @@ def main() -> int:
         notifier.ready(f"keeps {pid}")
     while True:
         notifier.feed()
-        if signal.SIGUSR2 in asked:
-            # One that comes while there is no handler yet would end the successor.
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **notifier.inherited})
         if signal.SIGTERM in asked and not (STATE / "stubborn").exists():
             notifier.stopping(10, "drains")
             with suppress(ProcessLookupError):

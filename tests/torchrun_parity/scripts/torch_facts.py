@@ -126,6 +126,7 @@ def identities():
 
     name_of_dynamo = "torch._dynamo"
     dynamo = importlib.import_module(name_of_dynamo)
+    attribute = vars(torch)[name_of_dynamo.rpartition(".")[2]]
     buffer = io.BytesIO()
     torch.save({"layer": nn.Linear(2, 2).state_dict()}, buffer)
     buffer.seek(0)
@@ -136,11 +137,7 @@ def identities():
 
     return {
         "one torch": [torch is sys.modules["torch"], torch is importlib.import_module("torch")],
-        "one dynamo": [
-            dynamo is torch._dynamo,
-            dynamo is sys.modules[name_of_dynamo],
-            dynamo.config is torch._dynamo.config,
-        ],
+        "one dynamo": [dynamo is attribute, dynamo is sys.modules[name_of_dynamo], dynamo.config is attribute.config],
         "specs": [spec_of(name) for name in ("torch", name_of_dynamo, "torch.nn.functional", "numpy.linalg")],
         "attributes are modules": sorted(
             name

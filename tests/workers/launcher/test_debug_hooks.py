@@ -33,6 +33,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
         "agent": os.getpid(),
         "pythonpath": None,
         "mode": "cold",
+        "integrate": (),
     }
 
     def start_script(script: str, stacks: bool = True, prefix: tuple[str, ...] = ()) -> Worker:
@@ -45,7 +46,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         worker = subprocess.Popen([*prefix, sys.executable, str(file)], env=env, text=True, **pipes)
         workers.append(worker)
-        assert worker.stdout is not None
         line = worker.stdout.readline()
         assert line == "ready\n", worker.communicate(timeout=30)
         return worker
@@ -82,7 +82,8 @@ def test_a_worker_that_holds_the_gil_says_where(start: Any, tmp_path: Path) -> N
     worker = start("""
         import ctypes
         def tokenize():
-            ctypes.PyDLL(None).sleep(1000)
+            while True:  # the signal ends each
+                ctypes.PyDLL(None).sleep(1000)
         print("ready")
         tokenize()
         """)

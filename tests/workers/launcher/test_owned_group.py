@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.workers.launcher import owned_group
-from elasticd_agent.workers.launcher.messages import STORE_RANK
-from elasticd_agent.workers.launcher.owned_group import OwnedGroup, has_device_open
+from elasticd_agent.workers.launcher.messages import STORE_RANK, Signal
+from elasticd_agent.workers.launcher.owned_group import OwnedGroup, has_device_open, runs
 
 HOLDS = "import sys; file = open(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
 
@@ -19,7 +20,6 @@ def test_open_device_is_found(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     command = [sys.executable, "-I", "-S", "-c", HOLDS, str(tmp_path / "nvidia0")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert has_device_open(process.pid, (f"{tmp_path}/nvidia",))
         assert not has_device_open(process.pid, (f"{tmp_path}/kfd",))
@@ -36,3 +36,22 @@ def test_worker_with_a_device_gets_longer(monkeypatch: pytest.MonkeyPatch, holde
     group.begin_kill(100.0)
     assert group.members_may_die(100 + seconds)
     assert not group.members_may_die(100.1 + seconds)
+
+
+def test_moment_without_a_processor_is_not_time_to_leave() -> None:
+    group = OwnedGroup(1, {})
+    group.unwinding, group.end = {6: 0}, Signal(1, 9, park_s=1.0)
+    group.unwound_at = group.looked_at = 100.0
+    late = [group.is_late(now) for now in (100.05, 103.0, 103.05, 103.2)]
+    assert late == [False] * 4
+    assert [group.is_late(now) for now in (103.4, 103.6, 103.8)] == [False, False, True]
+
+
+def test_process_that_ends_does_not_run() -> None:
+    """It has lost its memory, also while it still closes devices."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert runs(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not runs(process.pid)
+    assert not runs(process.pid)

@@ -51,8 +51,15 @@ while True:
             "code": None,
         }
         owner.send(json.dumps({"type": "LostPeer", "report": json.dumps(report)}).encode())
+        if is_different("doubted"):
+            (work / "answer").write_bytes(owner.recv(1 << 20))
+    if is_different("done"):
+        owner.send(b'{"type": "Left"}')
+        time.sleep(600)
     packet = owner.recv(1 << 20)
-    if not packet or is_different("late"):
+    if is_different("just done"):
+        owner.send(b'{"type": "Left"}')
+    if not packet or is_different("late") or is_different("just done"):
         time.sleep(600)
     (work / "why").write_text(json.loads(packet)["why"])
     owner.send(b'{"type": "AtEntry", "step": 7}')

@@ -3,6 +3,10 @@
 A rank's state is reported first, then its stack and where that is; its log and the GPUs are read in parallel. A report
 is a part of the record that evidence.py composes. At the deadline the process ends under the threads that still run:
 what was reported by then counts.
+
+The order is that of worth: the state in /proc costs a read and says "stopped" or "asleep in the kernel", which no stack
+can; a stack says where; the recording says what for. Each is reported when it is there, so a deadline cuts off the
+least. Programs that may hang (py-spy, a driver's library) are processes of their own and are given up before the end.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ FLIGHT_S, FLIGHT_PART = 0.6, 0.25
 """The heartbeat thread reads requests ten times a second, and writes for 25 ms; or this part of the time, if longer.
 One that runs has all of the time."""
 NCCL_S, NCCL_PART = 1.0, 0.1
-"""NCCL's monitor thread reads its pipe four times a second (docs/nccl.md), or in an interval of the user's own."""
+"""NCCL's monitor thread reads its pipe four times a second (docs/nccl.md), or in an interval of the user's own. Its RAS
+answers in milliseconds, or waits for a process that is stopped: that one is found without it."""
+MOST_LAUNCHES = 16
 CHILDREN, CHILDREN_S = 16, 1.0
 """The stacks of at most this many processes below a worker are read, too, one after the other: 40 ms each."""
 
@@ -61,7 +67,7 @@ class Collection:
 
     def run(self) -> None:
         """Returns when all is done, or at the deadline."""
-        first, logs, others = [], [], [self._start(self._gpus, {})]
+        first, logs, others = [], [], [self._start(self._gpus, {}), self._start(self._ras, {})]
         for worker in self._request.ranks:
             first.append(self._start(partial(self._rank, worker), {"rank": worker.rank}))
             logs.append(self._start(partial(self._log, worker), {}))
@@ -183,10 +189,9 @@ class Collection:
         if procfs.state(worker.pid) in ("", "T", "t"):
             return
         request = flight.request_dump(worker.heartbeat) if worker.heartbeat and worker.flight else flight.NO_REQUEST
-        if worker.pipe and worker.dump:
-            until = time.monotonic() + max(NCCL_S, NCCL_PART * self._request.seconds)
-            if dump := flight.nccl_dump(worker.pipe, worker.dump, min(self._until, until)):
-                self._keep(f"rank-{worker.rank}.nccl", dump)
+        until = self._nccl_until()
+        if worker.pipe and worker.dump and (dump := flight.nccl_dump(worker.pipe, worker.dump, until)):
+            self._keep(f"rank-{worker.rank}.nccl", dump)
         if not (worker.heartbeat and worker.flight):
             return
         until = min(self._until, time.monotonic() + max(FLIGHT_S, FLIGHT_PART * self._request.seconds))
@@ -201,8 +206,20 @@ class Collection:
                 groups = [tail.to_dict() for tail in recording.tails()]
                 self._emit({"rank": worker.rank, "groups": groups, "deviation": recording.deviation()})
 
+    def _nccl_until(self) -> float:
+        return min(self._until, time.monotonic() + max(NCCL_S, NCCL_PART * self._request.seconds))
+
     def _keep(self, name: str, content: bytes) -> None:
         disk.write(os.path.join(self._request.directory, name), content)
+
+    def _ras(self) -> None:
+        if self._request.ras:
+            from elasticd_agent.hangs.collector.ras_client import unchanged_counts  # it takes sockets
+
+            ranks = {worker.pid: worker.rank for worker in self._request.ranks}
+            found = unchanged_counts(self._request.ras, ranks, self._nccl_until())
+            for pid, counts in found.items():
+                self._emit({"rank": ranks[pid], "launches": [count.to_dict() for count in counts[:MOST_LAUNCHES]]})
 
     def _gpus(self) -> None:
         if self._request.nvml is None:

@@ -5,7 +5,6 @@ Nothing is read that takes a lock of the process, and no descriptor's target is 
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,7 +30,7 @@ _CALLS = {
         22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 63: "read", 64: "write", 65: "readv",
         66: "writev", 67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 79: "newfstatat", 82: "fsync",
         83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept",
-        203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 260: "wait4",
+        203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
     },
 }  # fmt: skip
 _OF_FD = (
@@ -49,7 +48,7 @@ def process_facts(pid: int) -> dict[str, Any]:
     tree = [
         everyone[member] for member in procfs.trees([pid], everyone.values()).get(pid, (pid,)) if member in everyone
     ]
-    fds = fd_targets(pid)
+    fds = procfs.fd_targets(pid, MOST_FDS)
     call = syscall(pid, fds)
     known = dict(_pairs(f"/proc/{pid}/status"))
     proc: dict[str, Any] = {
@@ -61,7 +60,7 @@ def process_facts(pid: int) -> dict[str, Any]:
         "status": {name: known[name] for name in _KEPT if name in known},
         "switches": {name: int(known[name]) for name in _COUNTED if known.get(name, "").isdecimal()},
         "cgroup": _text(f"/proc/{pid}/cgroup").split(),
-        "threads": [_thread(pid, tid) for tid in tids(pid)[:MOST_THREADS]],
+        "threads": [_thread(pid, tid) for tid in procfs.tids(pid)[:MOST_THREADS]],
         "fds": fds,
     }
     return {
@@ -119,32 +118,9 @@ def reads_input(facts: dict[str, Any], source: str) -> bool:
     return call.get("name") in ("select", "pselect6") and call.get("arguments", [""])[0] == "0x1" and "input(" in source
 
 
-def fd_targets(pid: int) -> dict[str, str]:
-    """The targets of its descriptors, by number. The links are read, never followed."""
-    targets = {}
-    try:
-        numbers = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
-    except OSError:
-        return {}
-    for number in numbers[:MOST_FDS]:
-        try:
-            targets[number] = os.readlink(f"/proc/{pid}/fd/{number}")
-        except OSError:  # it has been closed
-            continue
-    return targets
-
-
-def tids(pid: int) -> list[int]:
-    """The process's threads, the main one first."""
-    try:
-        return sorted(int(tid) for tid in os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return []
-
-
 def living_thread(pid: int) -> int:
     """A living thread of the process, the main one if that lives; 0 if the process only waits to be reaped."""
-    states = ((tid, _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")[2].strip()[:1]) for tid in tids(pid))
+    states = ((tid, _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")[2].strip()[:1]) for tid in procfs.tids(pid))
     return next((tid for tid, state in states if state not in ("Z", "X", "")), 0)
 
 
@@ -154,7 +130,7 @@ def run_time_ns(pid: int) -> dict[int, int]:
     /proc/PID/task/TID/schedstat: run, wait, slices. -1 without that file.
     """
     times_ns = {}
-    for tid in tids(pid):
+    for tid in procfs.tids(pid):
         if tid == pid or _text(f"/proc/{pid}/task/{tid}/comm").startswith("pt_autograd"):
             fields = _text(f"/proc/{pid}/task/{tid}/schedstat").split()
             times_ns[tid] = int(fields[0]) + int(fields[1]) if len(fields) == 3 else -1

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from elasticd_agent.hangs.stacks import ProcessStacks, ThreadStack
 from elasticd_agent.model.codec import Document, Record
-from elasticd_agent.model.reports import GroupTail, Where
+from elasticd_agent.model.reports import GroupTail, LaunchCount, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class RankEvidence(Record):
     # from its flight recorder
     groups: tuple[GroupTail, ...] = ()  #: its end in each group, as in RankReport; the whole is in rank-R.flight.json
     deviation: str = ""
+    launches: tuple[LaunchCount, ...] = ()  #: from NCCL's RAS, as in RankReport
     late: bool = False  #: the heartbeat thread runs, and had no time to write it
     # from its output
     log: tuple[str, ...] = ()  #: the last lines, where output goes to files

@@ -44,6 +44,7 @@ class CollectRequest:
     ranks: tuple[EvidenceTarget, ...]
     spy: str = ""  #: py-spy's path
     nvml: str | None = None  #: the directory of pynvml, "" if it is not installed; None without GPUs
+    ras: int = 0  #: the port of NCCL's RAS on this machine's loopback; 0: there is none
 
     @classmethod
     def of(cls, data: Message) -> CollectRequest:

@@ -2,6 +2,14 @@
 
 A file that is missing, cut or no record costs only what it would have said, and is named. No link is followed.
 Everything that may wait for a file system is in this module.
+
+The folder was written while things failed, by processes that were killed on the way, and perhaps by another version. So
+nothing in it is required: each file that can be read adds facts, each one that cannot adds a sentence to `troubles`,
+and the explanation is made of what is there. Reading is bounded in size, and links are not followed, as the directory
+may be writable by the job's user.
+
+Where two sources speak of the same rank, the one that the verdict was made on wins: its reports, then the nodes' own
+reports, then the evidence, then the event log. What came later may describe processes that were already being killed.
 """
 
 from __future__ import annotations
@@ -140,11 +148,13 @@ class _Reader:
             return None
 
     def event_lines(self, events: Path | None) -> list[dict[str, Any]]:
+        """Return the lines of the event log, none if it cannot be read."""
         lines, trouble = files.read_lines(events, EVENT_LOG_LIMIT) if events is not None else ([], "")
         self.troubles += [trouble] if trouble else []
         return lines
 
     def read_evidence(self) -> None:
+        """Read the evidence of all nodes in the folder."""
         if any(map(_EARLIER_VERSION.fullmatch, self.folder.names)):
             self.troubles.append("files of ranks from an earlier version are here: they are text, and not shown")
         for name in self.folder.names:
@@ -228,6 +238,7 @@ def _stack_groups(ranks: Sequence[RankFacts]) -> tuple[StackGroup, ...]:
 
 
 def _missing(evidence: Sequence[NodeEvidence], ranks: Sequence[RankFacts]) -> Iterable[str]:
+    """Yield a sentence for each kind of evidence that should be there and is not."""
     here = {rank.rank for node in evidence for rank in node.ranks}
     away: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -255,6 +266,7 @@ def _gpus(evidence: NodeEvidence) -> list[GpuFacts]:
 
 
 def _gpu(gpu: Mapping[str, Any], node: str, index: int) -> GpuFacts:
+    """Return the facts of one GPU, with those that look wrong in words."""
     facts = tuple(
         (name, str(value)[:200])
         for name, value in gpu.items()

@@ -1,6 +1,10 @@
 """Pure: facts -> sentences of the page: which rank is at fault, which ranks waited where, what /proc means.
 
 Where a verdict exists no other one is added, and where there is none a guess is worded as a guess.
+
+The sentences of the page are made here and nowhere else, so the same fact has the same words in the headline, in the
+list of waits and in the table. A place in the kernel is translated by the beginnings of function names, which are
+stable between kernels where the names themselves are not; a name that is not known is shown as it is.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ def headline(
 
 
 def _dump_headline(ranks: Sequence[RankFacts]) -> str:
+    """The headline of a dump: what is odd, or where the ranks were."""
     for state, words in _ODD_STATES:
         odd = [rank.rank for rank in ranks if rank.state == state]
         if odd:
@@ -78,6 +83,7 @@ def _dump_headline(ranks: Sequence[RankFacts]) -> str:
 
 
 def _blamed(verdict: RecordedVerdict) -> str:
+    """Say which ranks the verdict blames, and on which nodes."""
     culprits = verdict.culprits
     if not culprits:
         return "no single rank is at fault"
@@ -119,6 +125,7 @@ def describe_waits(ranks: Sequence[RankFacts]) -> tuple[str, ...]:
 
 
 def _wait(place: tuple[str, str, str], group: Sequence[int]) -> str:
+    """Say where a group of ranks waits, after the names of the ranks."""
     where, function, barrier = place
     if where == "exited":
         return "had exited with code 0"

@@ -1,11 +1,21 @@
 """Pure: Explanation -> one page of plain text for a person on call: first what happened, then how that is known.
 
-Control characters in text from workers (names, log lines) are made visible.
+The page is read at night by a person who has not seen the job before. So the first sentence is the verdict, the facts
+follow with their times, then one row for each rank (or for each group of ranks that do the same), then the evidence:
+waits, stacks, flight recorder, GPUs, the last lines of the ranks to blame. What could not be collected stands in a
+section of its own. A missing file is a fact, too, and an empty section would look like a clean one.
+
+Rules of the page
+- A thousand ranks fit on it. Ranks that do the same share a row, a stack and a sentence, and lists are cut with the
+  number of what was left out.
+- The rank to blame comes first everywhere and is marked by ">".
+- Frames of libraries are folded, frames of the script are shown: the reader can change only the latter.
+- Control characters in text from workers (names, log lines) are made visible, as a log line must not move the cursor of
+  the terminal that shows it.
 """
 
 from __future__ import annotations
 
-import re
 import textwrap
 import time
 from collections import defaultdict
@@ -17,7 +27,7 @@ from elasticd_agent.hangs.explain.flight import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, name_ranks
 from elasticd_agent.hangs.explain.phrases import STATE_NAMES
 from elasticd_agent.hangs.stacks import Frame, ThreadStack
-from elasticd_agent.model.phrases import count, has_have
+from elasticd_agent.model.phrases import count, has_have, visible
 
 WIDTH = 110
 SUMMARY_LINES = 12
@@ -32,7 +42,6 @@ _GPU_FACTS = (
     ("power_w", "drawing", " W"),
     ("throttle_reasons", "throttled by", ""),
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _INDENT = 11
 
 
@@ -52,7 +61,7 @@ def page(explained: Explanation, width: int = WIDTH) -> str:
         _section("NOT HERE", [line for trouble in explained.troubles for line in _wrap(trouble, width, "  ")]),
         _others(explained, width),
     ]
-    return "\n\n".join("\n".join(_visible(line) for line in part) for part in parts if part) + "\n"
+    return "\n\n".join("\n".join(visible(line, "\t\n") for line in part) for part in parts if part) + "\n"
 
 
 def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
@@ -68,10 +77,11 @@ def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
     for rank in explained.blamed[:1]:
         lines += [f"  rank {rank.rank}'s last line: {line.strip()}" for line in rank.log[-1:] if line.strip()]
     more = f"  everything else: elasticd explain {explained.directory}"
-    return [_visible(line)[: 2 * width] for line in [*lines[: SUMMARY_LINES - 1], more]]
+    return [visible(line, "\t\n")[: 2 * width] for line in [*lines[: SUMMARY_LINES - 1], more]]
 
 
 def _facts(explained: Explanation, width: int) -> list[str]:
+    """The rows of what happened: cause, times, what was done, the job, and where the evidence lies."""
     verdict, rows = explained.verdict, []
     if verdict is not None:
         rows.append(("cause", verdict.cause + (f": {ADVICE[verdict.cause]}" if verdict.cause in ADVICE else "")))
@@ -122,6 +132,7 @@ def _done_without_verdict(followed: Aftermath) -> str:
 
 
 def _done(explained: Explanation) -> str:
+    """Say what was done about the hang, and what followed, as far as the event log knows it."""
     verdict, followed = explained.verdict, explained.aftermath
     if verdict is not None and verdict.action == "report":
         done = "only reported: no process was killed"
@@ -139,6 +150,7 @@ def _done(explained: Explanation) -> str:
 
 
 def _next(followed: Aftermath, reached: int) -> str:
+    """Say which round followed, with what world size, from which checkpoint and after how long."""
     text = f"round {followed.round} followed"
     if followed.world_size:
         workers = count(followed.world_size, "worker")
@@ -159,6 +171,7 @@ _RIGHT = (1, 3, 5, 6, 7)
 
 
 def _table(explained: Explanation, width: int) -> list[str]:
+    """The table of ranks: a row each, or shared rows beyond MAX_ROWS."""
     ranks = explained.ranks
     rows = [_row([rank]) for rank in ranks] if len(ranks) <= MAX_ROWS else _shared(ranks)
     if not rows:
@@ -171,6 +184,9 @@ def _table(explained: Explanation, width: int) -> list[str]:
 
 
 def _shared(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
+    """Rows of ranks that do the same; the rank to blame first, then small groups, since the
+    exception is what matters.
+    """
     groups: dict[tuple[object, ...], list[RankFacts]] = defaultdict(list)
     for rank in ranks:
         blamed = (rank.rank if rank.culprit else -1,)
@@ -181,6 +197,7 @@ def _shared(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
 
 
 def _row(group: Sequence[RankFacts]) -> tuple[str, ...]:
+    """The cells of one row. Values that are unknown are "?", never a guess."""
     first = group[0]
     nodes = sorted({rank.node for rank in group if rank.node})
     state = STATE_NAMES.get(first.state, first.state) + (
@@ -233,6 +250,7 @@ def _remarks(explained: Explanation, width: int) -> list[str]:
 
 
 def _stacks(explained: Explanation) -> list[str]:
+    """The stacks by group: ranks with the same stack stand together."""
     culprits = {rank.rank for rank in explained.blamed}
     groups = explained.stack_groups
     lines: list[str] = []
@@ -262,6 +280,7 @@ def _threads(group: StackGroup, blamed: bool) -> list[str]:
 
 
 def _thread(name: str, thread: ThreadStack, alone: bool) -> list[str]:
+    """A thread's frames, innermost first, with runs of library frames folded into a line."""
     state = f" ({thread.state})" if thread.state not in ("", "idle") else ""
     lines = [f"    {name}{state}"] if state or not alone else []
     for shown in fold_frames(thread):
@@ -278,6 +297,7 @@ def _frame(frame: Frame) -> str:
 
 
 def _recorders(explained: Explanation, width: int) -> list[str]:
+    """The sentences of the flight recorder for each process group, and the ranks without a recording."""
     lines = [line for comparison in explained.flight for line in _recorded(comparison, explained, width)]
     have = {rank for comparison in explained.flight for rank in comparison.last}
     silent = [rank.rank for rank in explained.ranks if rank.rank not in have and not rank.exited]
@@ -295,6 +315,7 @@ def _recorded(one: GroupComparison, explained: Explanation, width: int) -> list[
 
 
 def _flight(one: GroupComparison, width: int) -> list[str]:
+    """The sentences for one process group: different collectives, missing ranks, or the common last one."""
     lines = []
     if one.differing is not None:
         issued = "; ".join(f"{name_ranks(ranks)} issued {what}" for what, ranks in one.differing.items())
@@ -371,10 +392,6 @@ def _at(form: str, wall: float) -> str:
         return time.strftime(form, time.localtime(wall))
     except (OverflowError, ValueError, OSError):
         return f"{wall:g}"
-
-
-def _visible(line: str) -> str:
-    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], line)
 
 
 @dataclass(frozen=True, slots=True)

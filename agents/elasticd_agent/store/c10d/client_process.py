@@ -3,6 +3,20 @@
 One request at a time, in order of arrival, answered with the request's id; each watch waits on a connection of its own.
 A lost connection ends the process after it has reported why; the agent's side (connection.py) starts another. The host
 decides when a lease ends (server_process.py).
+
+A TCPStore knows set, get, append, add, compare_set and wait. The rest is built from these:
+- A value is an envelope: state, version, lease, payload. `compare_set` of the whole envelope is the compare-and-swap.
+  Versions come from one counter of the store and only grow, also across a deletion, because a deleted key leaves a
+  tombstone with its version.
+- `list` reads an index of names a directory, since a TCPStore cannot enumerate keys. A name is written before its key
+  and again after it, so a process killed in between leaves a surplus name, never a key that nobody finds.
+- A lease is a counter that its holder increments; the host ends a lease whose counter rests. Counters start above
+  `_FIRST_COUNT`, so a renewal in a store that lost its data is recognized by its small result.
+- A change is a numbered key below the prefix that is watched; `wait` for the next number is the watch. A writer counts
+  first and names the key second. If it is killed in between, the host fills the gap.
+
+Any of these sequences may be cut off after each request, by a kill or by a frozen host. Each is ordered so that what
+remains is harmless, or is found and repaired by the host's sweep.
 """
 
 from __future__ import annotations
@@ -51,10 +65,12 @@ class Operations:
         """Set for each request; only waiting for the host uses it."""
 
     def read(self, key: str) -> list[Any] | None:
+        """Return [version, value as base64], or None if the key does not exist."""
         envelope = tcp.decode(self._wire.read(tcp.value_key(key)))
         return [envelope.version, _text(envelope.value)] if envelope is not None and _is_present(envelope) else None
 
     def list_below(self, prefix: str) -> dict[str, list[Any]]:
+        """Return {key: [version, value as base64]} of every key that begins with `prefix`."""
         keys: list[str] = []
         for directory in tcp.entries(self._wire.read(tcp.DIRECTORIES)):
             if directory.startswith(prefix) or prefix.startswith(directory):
@@ -65,6 +81,9 @@ class Operations:
         return {key: [e.version, _text(e.value)] for key, e in envelopes if e is not None and _is_present(e)}
 
     def compare_and_swap(self, key: str, expected: int | None, value: str, guard: list[Any] | None = None) -> bool:
+        """Set `key` if its version is `expected`, and the guard's version is the given one. False:
+        the race was lost.
+        """
         if guard is not None and (self.read(guard[0]) or [None])[0] != guard[1]:
             return False
         return self._swap(key, expected, base64.b64decode(value), None) is not None
@@ -73,6 +92,11 @@ class Operations:
         return remove(self._wire, key, None)
 
     def announce(self, key: str, value: str, ttl_s: float) -> list[Any] | None:
+        """Create `key` under a new lease. Returns [lease, first count]; None: the key exists.
+
+        The lease is registered before the key is put: a holder that dies in between leaves a lease without a key, and
+        its end removes it.
+        """
         if self.read(key) is not None:
             return None
         lease, first = secrets.token_hex(8), _FIRST_COUNT + secrets.randbits(32)
@@ -84,6 +108,9 @@ class Operations:
         return [lease, first]
 
     def put(self, lease: str, first: int, key: str, value: str, expected: int | None) -> int | None:
+        """Set `key` under the lease if its version is `expected`. Returns the new version; None: the lease has ended,
+        or the race was lost.
+        """
         if not self._is_alive(lease, first):
             return None
         # Before the key itself: if this process is killed in between, the host finds the key when the lease ends.
@@ -95,12 +122,14 @@ class Operations:
         return version
 
     def renew(self, lease: str, first: int) -> bool:
+        """Count the lease up. False: it has ended, or the store has lost its data since."""
         count = self._wire.add(tcp.lease_key(lease), 1)
         if 0 < count < first:  # the store lost its data, and this request has just created the counter
             self._wire.delete(tcp.lease_key(lease))
         return count > first
 
     def withdraw(self, lease: str, first: int) -> None:
+        """End the lease now and remove its keys. An ended lease is left alone."""
         if self._is_alive(lease, first):
             self._wire.set(tcp.lease_key(lease), tcp.ENDED)
             for key in tcp.entries(self._wire.read(tcp.lease_members_key(lease))):
@@ -133,6 +162,9 @@ class Operations:
             # Another client was faster, or a tombstone was removed: what is there now decides.
 
     def _next_version(self, above: int) -> int:
+        """Take the next version from the store's counter. A counter below `above` belongs to a store that was filled by
+        another one, and is moved.
+        """
         version = self._wire.add(tcp.VERSION, 1)
         return version if version > above else self._wire.add(tcp.VERSION, above - version + 1)
 
@@ -262,25 +294,31 @@ class C10dClient:
 
     def _follow_changes(self, prefix: str, seen: int) -> None:
         wire = self._connect()
+        check_at = time.monotonic() + WATCH_RECHECK_S
         while True:
-            appeared = wire.wait(tcp.event_key(prefix, seen + 1), WATCH_RECHECK_S)
+            appeared = wire.wait(tcp.event_key(prefix, seen + 1), max(check_at - time.monotonic(), 0.1))
             with self._watch_lock:
                 if prefix not in self._wanted:
                     self._threads.discard(prefix)
                     return
             changed: str | None = None
-            if appeared:
+            if time.monotonic() >= check_at:  # also among many changes: the host drops what no client registers
+                check_at = time.monotonic() + WATCH_RECHECK_S
+                if (count := register_watch(wire, prefix)) != seen:
+                    seen, changed = count, prefix
+            elif appeared:
                 seen += 1
                 changed = tcp.to_text(wire.read(tcp.event_key(prefix, seen)) or b"") or prefix
-            elif (count := register_watch(wire, prefix)) != seen:
-                seen, changed = count, prefix
             if changed is not None:
                 self._send({"changed": prefix, "key": changed})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
         with self._sending:
-            self._channel.sendall(data)
+            try:
+                self._channel.sendall(data)
+            except OSError:
+                os._exit(0)  # the agent has ended or given up, and has said why
 
 
 def _is_present(envelope: tcp.Envelope) -> bool:

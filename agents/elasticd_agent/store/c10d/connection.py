@@ -1,8 +1,34 @@
-"""The agent's end of the c10d helper process: starts it, keeps one client of it connected, and bounds every call.
+r"""The agent's end of the c10d helper process: starts it, keeps one client of it connected, and bounds every call.
 
 torch's client ignores its timeouts while the server is frozen. So every wait here has a deadline of its own, and a
 client that missed one is abandoned: the connection's thread kills and replaces it. An outage is logged once, and its
 end. torch is never imported here.
+
+Three processes take part. The agent (this module) must answer other agents within milliseconds, so no call of torch may
+run in it. The helper (fork_server.py) has imported torch's TCPStore and forks. A client (client_process.py) is such a
+fork: it carries out the verbs of Store on one connection, and may be killed at any instruction without harm to the
+others.
+
+    agent --control: connect, serve, end, alive--> helper --fork--> client --TCP--> the store
+      \____________channel: one JSON line a request, an answer, a change______________/
+
+The thread `c10d-link` owns the helper and the clients. It runs one client after the other for as long as the connection
+is open, with a pause between two attempts that doubles and is jittered, so that the agents of a job do not come back in
+step after an outage. Callers are any other threads. They share with it only what lies under `_state`.
+
+A call
+1. It waits until a client is ready. The first calls wait for the start of torch, up to `start_timeout_s`; later ones no
+   longer than `timeout_s`.
+2. It gets a number, is entered in `_calls` and written to the channel, all within its deadline.
+3. The thread reads the answer with that number and wakes the caller. The end of a client wakes all of them without an
+   answer: the outcome of these requests is unknown, which is what StoreUnavailable says.
+4. A call without an answer in time abandons the client, unless it has spent most of its time waiting for a connection:
+   then its silence says nothing about the client.
+
+The store may change its place: another agent takes over where its host died (see rendezvous/takeover.py). `pin`, `move`
+and `host` set the wanted target; the thread sees that it differs from the used one, ends its client and begins anew. A
+store counts only with the expected term: at the same address, another agent may have begun to host an empty one, and to
+believe it would mean to have lost every Round.
 """
 
 from __future__ import annotations
@@ -27,6 +53,7 @@ from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store.c10d.tcp_store import parse_start
 from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.network.addresses import format_endpoint
+from elasticd_agent.system.network.sockets import shut_down
 from elasticd_agent.system.processes.helper_process import HelperError, LineReader, end_process
 
 CONNECT_DEADLINE_S = 8.0
@@ -52,6 +79,7 @@ class Helper:
     """One helper process. Used by the connection's thread only: the helper ends with the thread that started it."""
 
     def __init__(self, python: str) -> None:
+        """Start the helper with an end of its control socket. Raises StoreRefused if the interpreter cannot be run."""
         self._python = python
         self._ready = False
         self._control, theirs = messages.pair()
@@ -68,6 +96,9 @@ class Helper:
                 raise StoreRefused(f"cannot run {python} to reach the c10d store: {error}") from None
 
     def wait_until_ready(self) -> None:
+        """Wait until it has imported torch. Raises StoreRefused without a usable torch, HelperLost
+        if it ends before.
+        """
         message = self._receive(IMPORT_DEADLINE_S)
         if "error" in message:
             raise StoreRefused(
@@ -77,6 +108,7 @@ class Helper:
         self._ready = True
 
     def ask(self, request: messages.Message, *passed: socket.socket) -> messages.Message:
+        """Send one request, with descriptors, and return its answer. Raises HelperLost."""
         try:
             self._control.settimeout(REQUEST_DEADLINE_S)
             messages.send(self._control, request, *(sock.fileno() for sock in passed))
@@ -128,9 +160,12 @@ class _Call:
 
 
 class C10dConnection:
-    """`serve`: host the store, on all addresses; port 0 takes a free one. `standalone`: host it as no agent of a
-    job. `listener`: the store's socket, if it listens already. `term`: of the store that is hosted, as in StoreLife;
-    0: no other agent may host the next. `python` must have torch.
+    """A connection to the c10d store of a job, with a thread that keeps it.
+
+    `serve`: host the store, on all addresses; port 0 takes a free one. `standalone`: host it as no agent of a job.
+    `listener`: the store's socket, if it listens already. `term`: of the store that is hosted, as in StoreLife; 0: no
+    other agent may host the next. `python` must have torch. `timeout_s` bounds every call, `start_timeout_s` the first
+    ones.
     """
 
     def __init__(
@@ -226,7 +261,7 @@ class C10dConnection:
             self._ready = False
             self._why = "it has not answered yet"
             if self._channel is not None:
-                _shut_down(self._channel)
+                shut_down(self._channel)
         self._hurry.set()
 
     def _take_target(self) -> None:
@@ -291,6 +326,7 @@ class C10dConnection:
             pass  # the next connection registers it
 
     def unfollow(self, prefix: str) -> None:
+        """End one of the follows of `prefix`; the last one ends the watch, without waiting for an answer."""
         with self._state:
             self._prefixes[prefix] -= 1
             if self._prefixes[prefix]:
@@ -305,6 +341,9 @@ class C10dConnection:
         raise NotImplementedError
 
     def close(self) -> None:
+        """End the client, the helper and the thread. Waiting calls raise StoreUnavailable. A store that is hosted here
+        ends with its helper.
+        """
         self._closing.set()
         self._hurry.set()
         with self._state:
@@ -343,9 +382,10 @@ class C10dConnection:
         if self._channel is channel:
             self._begin_outage()
             self._ready = False
-            _shut_down(channel)
+            shut_down(channel)
 
     def _begin_outage(self) -> None:
+        """Log the begin of an outage, once, with the reason that is known. Called under the lock."""
         if not self._in_outage and not self._closing.is_set():
             self._in_outage = True
             self._log(f"{self._sentence()}; retrying, running workers continue")
@@ -361,6 +401,13 @@ class C10dConnection:
     # ---- the thread
 
     def _run(self) -> None:
+        """Keep a client connected until the connection is closed.
+
+        A client that was ready resets the pause: its loss is news, and the next attempt is made at once. A helper that
+        was lost costs a second of a core to start again, so the pause after it may grow longer than the one after a
+        client. A refusal (no torch, another protocol) ends the thread if nothing has ever worked, since then it is a
+        mistake of the set-up; later it is tried again, since a job depends on the store.
+        """
         pause = MIN_PAUSE_S
         while not self._closing.is_set():
             was_ready = False
@@ -428,6 +475,9 @@ class C10dConnection:
                     helper.ask({"do": "end", "pid": pid})
 
     def _ensure_server(self, helper: Helper) -> None:
+        """Have the helper fork the process that serves the store, unless it lives. The listening socket goes to it, so
+        that early clients wait in the backlog instead of being refused.
+        """
         if self._server and helper.ask({"do": "alive", "pid": self._server})["alive"]:
             return
         listening = self._bind()
@@ -439,6 +489,9 @@ class C10dConnection:
             self._server = helper.ask(request, listener, theirs)["pid"]
 
     def _bind(self) -> socket.socket:
+        """Listen at the store's port. A host that died a moment ago may hold the port for `BIND_DEADLINE_S`. Raises
+        StoreRefused after that.
+        """
         give_up_at = time.monotonic() + BIND_DEADLINE_S
         while self._listener is None:
             try:
@@ -507,6 +560,9 @@ class C10dConnection:
             return True
 
     def _connected(self, channel: socket.socket) -> None:
+        """Register all watches with the new client, then let callers in, then report every prefix as changed: changes
+        during the outage had no watch.
+        """
         with self._state:
             prefixes = list(self._prefixes)
         for prefix in prefixes:
@@ -522,11 +578,6 @@ class C10dConnection:
             self._log(f"the c10d store at {self.where} answers again")
         for prefix in prefixes:
             self.on_change(prefix, prefix)
-
-
-def _shut_down(channel: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        channel.shutdown(socket.SHUT_RDWR)
 
 
 def listen(port: int) -> socket.socket:

@@ -31,14 +31,13 @@ from elasticd_agent.store.c10d.client_process import C10dClient  # noqa: E402
 from elasticd_agent.store.c10d.server_process import serve  # noqa: E402
 from elasticd_agent.store.c10d.tcp_store import TcpStoreConnection, set_host_lookup  # noqa: E402
 from elasticd_agent.store.c10d.torch_import import load_tcp_store  # noqa: E402
-from elasticd_agent.system.processes.process import IGNORED_SIGNALS, PR_SET_PDEATHSIG, prctl  # noqa: E402
+from elasticd_agent.system.processes.process import IGNORED_SIGNALS, PR_SET_NAME, PR_SET_PDEATHSIG, prctl  # noqa: E402
 
 del sys.path[: len(sys.argv[3:])]
 
-PR_SET_NAME = 15
-
 
 def main() -> None:
+    """Load TCPStore, say so, and serve requests until the control socket or the agent ends."""
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with(int(sys.argv[2]))
     # Both must be final before the import: a second thread would make a fork unsafe.
@@ -63,12 +62,15 @@ def die_with(parent: int) -> None:
 
 
 class ForkServer:
+    """The forking process: it has one thread, no lock is held when it forks, and it never uses the store itself."""
+
     def __init__(self, tcp_store: Callable[..., Any], control: socket.socket) -> None:
         self._tcp_store = tcp_store
         self._control = control
         self._children: set[int] = set()
 
     def serve(self) -> None:
+        """Answer one request after the other, each at once: a fork is the slowest of them."""
         while True:
             request, fds = messages.receive_with_descriptors(self._control, 2)
             if request is None:

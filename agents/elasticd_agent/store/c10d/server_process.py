@@ -2,6 +2,18 @@
 
 A TCPStore has no leases and removes nothing by itself. Renewals are counters in the store: one that has not moved for
 its lease's time on this process's clock, while this process was awake, has ended.
+
+Time is the host's own and counts only turns in which it ran (`awake_s`). A host that was stopped or suspended for ten
+seconds could not have seen a renewal in them, and ending a lease for that would kill a healthy job. For the same reason
+no other clock is read: holders send no times, only counts.
+
+Every decision is a compare-and-swap against the value that was read. A lease is ended by swapping the resting count for
+ENDED, so a renewal that arrives in between wins; a key is removed by swapping its envelope for a tombstone, so a new
+value that arrives in between stays.
+
+A tombstone keeps the version of a deleted key for `TOMBSTONE_S`, much longer than any request takes. Within that time
+no client still holds an older version of the key, so its removal cannot make an old version valid again. Removal has
+three steps (REMOVING, the name out of the index, the key itself); a client that meets the first one waits for the host.
 """
 
 from __future__ import annotations
@@ -114,6 +126,7 @@ class HostMaintenance:
             self.sweep()
 
     def _discover(self, registered: bytes | None, prefixes: bytes | None) -> None:
+        """Take up leases and watched prefixes that clients have registered since the last turn."""
         for line in tcp.entries(registered):
             lease, _, ttl_ms = line.partition(" ")
             if lease not in self._leases and ttl_ms.isdigit():
@@ -123,6 +136,7 @@ class HostMaintenance:
                 self._watched[prefix] = _Watched(0, self.awake_s)
 
     def _check_lease(self, name: str, lease: _Lease, count: bytes | None) -> None:
+        """End a lease whose count rests, and forget one that ended `TOMBSTONE_S` ago."""
         if lease.ended_at is None:
             if count is not None and (tcp.parse_number(count) or -1) > 0:
                 if count != lease.count:
@@ -143,6 +157,7 @@ class HostMaintenance:
             del self._leases[name]
 
     def _drop_keys(self, lease: str) -> None:
+        """Remove every key of an ended lease. Keys that have another lease since stay."""
         for key in tcp.entries(self._wire.read(tcp.lease_members_key(lease))):
             remove(self._wire, key, lease)
 
@@ -218,6 +233,7 @@ class HostMaintenance:
             self._wire.delete(index)
 
     def _remove_entry(self, register: bytes, entry: str) -> None:
+        """Remove one entry of a register by compare-and-swap."""
         while True:  # ends: as above
             raw = self._wire.read(register)
             if self._wire.swap(register, raw, tcp.join_entries(e for e in tcp.entries(raw) if e != entry)):

@@ -29,6 +29,7 @@ class C10dStore(C10dConnection):
         super().__init__(host, port, **options)
 
     def read(self, key: str) -> Versioned | None:
+        """Return the key's value and version; None: it does not exist."""
         answer = self.call("read", key=_named(key))
         return None if answer is None else _versioned(answer)
 
@@ -42,13 +43,17 @@ class C10dStore(C10dConnection):
         return bool(self.call("compare_and_swap", **args))
 
     def delete(self, key: str) -> bool:
+        if key.endswith("/"):  # a host of an earlier version deletes one key at a time
+            return sum(self.delete(below) for below in self.list(key)) > 0
         return bool(self.call("delete", key=_named(key)))
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        """Create the key under a lease that the host ends when its renewals stop."""
         granted = self.call("announce", key=_named(key), value=_text(value), ttl_s=ttl_s)
         return None if granted is None else _C10dLease(self, ttl_s, *granted)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+        """Follow `prefix`; watches of one prefix share one connection of the client."""
         watch = _C10dWatch(self, prefix, callback)
         with self._watch_lock:
             self._watches.append(watch)
@@ -61,7 +66,9 @@ class C10dStore(C10dConnection):
         super().close()
 
     def on_change(self, prefix: str, key: str) -> None:
-        # Under the lock, so that no call begins after a watch's close has returned.
+        """Pass a change to the watches of its prefix, under the lock, so that no call begins after a watch's close has
+        returned.
+        """
         with self._watch_lock:
             for watch in [watch for watch in self._watches if watch.prefix == prefix]:
                 watch.callback(key)

@@ -3,6 +3,21 @@
 etcd3's own client has one endpoint, never renews its token and raises gRPC's errors. Here a member that fails is left
 for the next one, an expired token is renewed, errors become StoreUnavailable or StoreRefused, and an outage is logged
 once, as is its end. Only repeatable requests are retried.
+
+Finding a member. `_ready` is the member in use. Any error of it clears `_ready`; the next call checks the members in
+turn with a harmless read, which needs a leader, and takes the first that answers. One thread checks while the others
+wait for its result, since a hundred calls that each try three dead members would need three hundred timeouts. The time
+that is left is shared among the members that are left, so a frozen first member does not cost the deadline.
+
+Unavailable or refused. A member that cannot be reached, has no leader or is overloaded makes a call StoreUnavailable:
+it may work in a moment, and whether a write has happened is unknown. A wrong password, a missing right, or a server
+that is no etcd makes it StoreRefused: repeating does not help, and a person has to act. The difference matters most at
+the start, where a typing mistake would look like an outage for the whole join timeout: a member that has never answered
+is examined (diagnose.py), one that has answered before is not, since its failure is an outage by definition.
+
+Which requests repeat. A read, a watch and a lease renewal may be sent twice. A transaction may not: its first sending
+may have succeeded although the answer was lost, and the caller finds out by reading. A token that was rejected is the
+exception, since etcd checks it before it looks at the request.
 """
 
 from __future__ import annotations
@@ -70,7 +85,10 @@ class _Member:
 
 
 class EtcdConnection:
-    """Thread-safe. Every call ends within `timeout_s`, plus the time a thread waits for a processor."""
+    """A thread-safe connection to the members of one etcd cluster.
+
+    Every call ends within `timeout_s`, plus the time a thread waits for a processor.
+    """
 
     rpc = rpc
 
@@ -83,6 +101,10 @@ class EtcdConnection:
         timeout_s: float,
         log: Callable[[str], None],
     ) -> None:
+        """Prepare the connection; nothing is sent yet. `user`, `password`: None for a cluster without authentication.
+
+        Raises StoreRefused for TLS files that cannot be used.
+        """
         self.timeout_s = timeout_s
         self.closing = threading.Event()
         self._log = log
@@ -152,6 +174,7 @@ class EtcdConnection:
         return WatchStream(stream, requests, lambda: self._discard_stream(member, stream))
 
     def close(self) -> None:
+        """Close all channels. Calls that wait end with StoreUnavailable at once."""
         self.closing.set()
         with self._lock:
             channels = [member.channel for member in self._members if member.channel is not None]
@@ -172,6 +195,9 @@ class EtcdConnection:
         )
 
     def _try_once(self, method: str, request: Any, key: str, deadline: float, leave_time: bool) -> Any:
+        """Send the request to a member once. `leave_time`: it gets half of the time that is left, for another member
+        after it.
+        """
         member = self._find_member(deadline)
         if leave_time:  # for one more member, in case this one is frozen
             deadline -= (deadline - time.monotonic()) / 2
@@ -181,7 +207,9 @@ class EtcdConnection:
             self._raise_error(member, _classify(error, member, key))
 
     def _send_authenticated(self, member: _Member, method: str, request: Any, deadline: float) -> Any:
-        """Send with a valid token. Raises grpc.RpcError."""
+        """Send with a valid token: a rejected one is replaced, and the request sent again, once.
+        Raises grpc.RpcError.
+        """
         token = self._current_token(member, deadline)
         try:
             return self._send(member, method, request, token, deadline)
@@ -195,6 +223,7 @@ class EtcdConnection:
         return self._send(member, method, request, self._current_token(member, deadline), deadline)
 
     def _current_token(self, member: _Member, deadline: float) -> str | None:
+        """Return the token, or have one made. None: there is no user, or the cluster does not require one."""
         with self._lock:
             token, without_auth = self._token, self._without_auth
         if token is not None or without_auth or self._user is None:
@@ -269,6 +298,11 @@ class EtcdConnection:
             return self._ready
 
     def _check_members(self, order: list[_Member], deadline: float) -> _Member:
+        """Return the first member in `order` that answers.
+
+        Raises StoreRefused if a member refuses us and no other may still accept us, else StoreUnavailable with the
+        first member's reason.
+        """
         refused: list[StoreRefused] = []
         unavailable: list[StoreUnavailable] = []
         for number, member in enumerate(order):

@@ -18,7 +18,7 @@ from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store import Lease, Versioned, Watch
 from elasticd_agent.store.etcd.errors import LeaseNotFound
-from elasticd_agent.store.etcd.keys import to_bytes, to_text
+from elasticd_agent.store.etcd.keys import key_range, to_bytes, to_text
 
 if TYPE_CHECKING:
     from elasticd_agent.store.etcd.connection import EtcdConnection
@@ -77,7 +77,8 @@ class EtcdStore:
 
     def delete(self, key: str) -> bool:
         etcd = self.connection()
-        return bool(etcd.call("DeleteRange", etcd.rpc.DeleteRangeRequest(key=to_bytes(key)), key=key).deleted)
+        below = key_range(key) if key.endswith("/") else {"key": to_bytes(key)}
+        return bool(etcd.call("DeleteRange", etcd.rpc.DeleteRangeRequest(**below), key=key).deleted)
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """etcd counts whole seconds, and grants no less than 1.5 of its election timeouts (2 s by default)."""

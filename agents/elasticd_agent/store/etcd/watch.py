@@ -3,6 +3,11 @@
 Each watch follows from the moment at which etcd confirms it, so no revision that may be compacted is ever needed. When
 the stream breaks, changes may be missed until a watch is confirmed again; it then names its whole prefix. One stream
 for all, because gRPC wakes every stream's reader ten times a second, and an agent has five watches.
+
+A watch is a hint and never a source of values: its callback names a key, and the reader reads the key. So events may be
+repeated, merged or reordered without harm, and after a broken stream one call for the whole prefix makes up for all
+that was missed. What must not happen is silence: a watch that etcd has cancelled, refused or lost is begun again until
+it is closed.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ _SPREAD_S = 0.1
 
 
 class EtcdWatch:
+    """One watch: its callback, and whether etcd has confirmed it."""
+
     def __init__(self, prefix: str, callback: Callable[[str], None], on_close: Callable[[EtcdWatch], None]) -> None:
         self.prefix = prefix
         self._callback = callback
@@ -60,6 +67,9 @@ class EtcdWatch:
             return True
 
     def confirmed(self) -> None:
+        """Note that etcd follows the prefix from now on. Unless the caller is about to read it anyway, name the whole
+        prefix.
+        """
         with self._calling:
             first_and_in_time = self._caller_waits and not self._confirmed.is_set()
             self._confirmed.set()
@@ -67,6 +77,7 @@ class EtcdWatch:
                 self.notify(self.prefix)
 
     def notify(self, key: str) -> None:
+        """Call back, unless the watch is closed."""
         with self._calling:
             if not self._closed:
                 self._callback(key)
@@ -87,7 +98,7 @@ class EtcdWatches:
         self._closing = threading.Event()
 
     def begin(self, prefix: str, callback: Callable[[str], None]) -> EtcdWatch:
-        """Raises only StoreRefused, before it was ever confirmed."""
+        """Begin a watch and wait a moment for its confirmation. Raises StoreRefused if etcd refuses it."""
         watch = EtcdWatch(prefix, callback, self._remove)
         with self._lock:
             self._watches.append(watch)
@@ -100,6 +111,7 @@ class EtcdWatches:
         return watch
 
     def close(self) -> None:
+        """End the stream and its thread. No callback begins after this."""
         self._closing.set()
         with self._lock:
             watches, stream, thread = list(self._watches), self._stream, self._thread
@@ -129,6 +141,12 @@ class EtcdWatches:
         stream.send(rpc.WatchRequest(create_request=request))
 
     def _run(self) -> None:
+        """Keep one stream for all watches, until none is left.
+
+        A stream ends when its member dies, its token expires or its network breaks. The next one subscribes all watches
+        again and reports every prefix as changed, since changes in between had no watch. `_SPREAD_S` keeps the agents
+        of a job from coming back in step.
+        """
         # A stream on which etcd has confirmed a watch is a success: the next one begins without a long pause.
         again = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((StoreUnavailable, StoreRefused)),

@@ -15,7 +15,7 @@ def cpu_count() -> int:
 
 def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
     """The NVIDIA GPUs that CUDA would use, in its order, as CUDA_VISIBLE_DEVICES spells them."""
-    present = _gpus_present(dev)
+    present = sum(1 for node in dev.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", node.name))
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return tuple(str(index) for index in range(present))
@@ -36,7 +36,3 @@ def _chosen(chosen: str, present: int) -> tuple[str, ...]:
             return ()
         taken.append(name)
     return tuple(taken) if present else ()
-
-
-def _gpus_present(dev: Path) -> int:
-    return sum(1 for node in dev.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", node.name))

@@ -1,4 +1,9 @@
-"""Asks NVML through its process (nvml_process.py), which is abandoned when it does not answer."""
+"""Asks NVML through its process (nvml_process.py), which is abandoned when it does not answer.
+
+NVML is a C library that talks to a driver, and a driver that is ill hangs its callers in the kernel, where no timeout
+reaches them. So it is loaded in a helper process only; the agent asks with a deadline and abandons a helper that does
+not answer. Without a driver, or without the Python package, every question has the answer "unknown".
+"""
 
 from __future__ import annotations
 

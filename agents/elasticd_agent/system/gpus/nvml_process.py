@@ -9,6 +9,8 @@ ends with its standard input or with the thread that started it.
     {"do": "sample", "pids": [...]}                without an answer: what these processes hold now
     {"do": "holders", "pids": [[pid, GPU], ...]}   -> {"holders": [[pid, GPU index], ...], "busy": [GPU, ...]}: the GPUs
                                                       with memory that these ended processes hold or have held
+    {"do": "buses", "gpus": [...]}                 -> {"buses": [bus id, ...]}: where they are; "" for one of no known
+                                                      place, and none at all where one is unknown by its name
     {"do": "events", "gpus": [...]}                -> {"event": {...}} for every critical XID and double-bit ECC error
 
 A GPU of a job is what CUDA_VISIBLE_DEVICES calls it; no "gpus": all of them.
@@ -319,6 +321,20 @@ def named_handles(nvml: Any, names: Collection[str]) -> dict[str, tuple[int, Any
     return by_name or None
 
 
+def bus_ids(nvml: Any, names: Collection[str]) -> list[str]:
+    nvml.nvmlInit()
+
+    def bus_id(handle: Any) -> str:
+        pci = _query(nvml, lambda: nvml.nvmlDeviceGetPciInfo(handle))
+        return "" if pci is None else str(text(pci.busId))
+
+    def whole(handle: Any) -> Any:  # the GPU of which it is a part (MIG)
+        return _query(nvml, lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle))
+
+    by_name = named_handles(nvml, names)
+    return [] if by_name is None else [bus_id(by_name[name][1]) or bus_id(whole(by_name[name][1])) for name in names]
+
+
 # ---- events
 
 
@@ -392,13 +408,15 @@ class Server:
             answer = MISSING if self._nvml is None else self._answer(request)
         except self._nvml.NVMLError as error:
             answer = {"gpus": [], "trouble": f"NVML: {error}"}
-        if request["do"] in ("gpus", "holders"):
+        if request["do"] in ("gpus", "holders", "buses"):
             self._send(answer)
 
     def _answer(self, request: Message) -> Message:
         match request["do"]:
             case "gpus":
                 return gpus(self._nvml)
+            case "buses":
+                return {"buses": bus_ids(self._nvml, request["gpus"])}
             case "events":
                 EventThread(self._nvml, request["gpus"], self._send)
             case "initialize":

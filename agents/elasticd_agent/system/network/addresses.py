@@ -70,7 +70,7 @@ def parse_endpoint(text: str, default_port: int | None = None) -> tuple[str, int
         raise UsageError(f"{text!r} is not HOST:PORT")
     host, port = parts.groups()
     if host.startswith("["):
-        host, kind, valid = host[1:-1], "an IPv6 address", _is_ipv6(host[1:-1])
+        host, kind, valid = host[1:-1], "an IPv6 address", isinstance(_literal(host[1:-1]), ipaddress.IPv6Address)
     elif re.fullmatch("[0-9.]+", host):
         kind, valid = "an IPv4 address", _literal(host) is not None
     else:
@@ -126,6 +126,10 @@ def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
 
 
 def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
+    """Return the address that the user has named, if it is one of this machine and others can reach it.
+
+    Raises UsageError, with the address that would be right.
+    """
     named = _resolved(given)
     own = [ip for ip in named if _is_assigned(ip)]
     outside = [ip for ip in own if not ip.is_loopback]
@@ -147,6 +151,7 @@ def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
 
 
 def _suggestion(towards: Sequence[tuple[str, int]]) -> str:
+    """Return what to write instead of the given address."""
     try:
         right = str(_address_towards(towards))
     except (UsageError, StoreUnavailable):
@@ -221,10 +226,6 @@ def _full_name() -> str:
 
 def _name(host: str) -> str:
     return host.rstrip(".").lower()
-
-
-def _is_ipv6(text: str) -> bool:
-    return isinstance(_literal(text), ipaddress.IPv6Address)
 
 
 def _literal(text: str) -> Ip | None:

@@ -3,6 +3,11 @@
 Each of a few callers has a thread. A request for evidence becomes a message in the loop's inbox, whose answer arrives
 whenever the deciding thread gives it; verbs are answered at once, one at a time. Only this user and root may call: the
 socket is in a private directory, and the kernel identifies the caller.
+
+Requests are small and their number is bounded, so a caller that sends without end, or never reads, holds one of
+`MAX_CALLERS` places for ANSWER_S and no more. The answer to a request that nobody waits for any more is dropped. The
+deciding thread is never called from here: it finds a message in its inbox, and replies from its own turn through a
+queue, so a stuck agent shows as an answer that does not come.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from typing import Any
 
 from elasticd import bounded_json
 from elasticd.channel import Message
-from elasticd_agent.system.network.sockets import peer_credentials
+from elasticd_agent.system.network.sockets import peer_credentials, shut_down
 
 SOCKET_NAME = "control"
 """The socket's name in the agent's runtime directory."""
@@ -94,7 +99,7 @@ class ControlServer:
         with self._lock:
             for sock, replies in self._callers.items():
                 replies.put(None)
-                _shut_down(sock)
+                shut_down(sock)
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -113,6 +118,7 @@ class ControlServer:
             threading.Thread(target=self._serve, args=(sock,), name="elasticd-control", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
+        """Read one request, answer it, and close. Bounded by ANSWER_S on both sides."""
         sock.settimeout(ANSWER_S)
         try:
             with contextlib.suppress(OSError), sock.makefile("rb") as lines:
@@ -150,33 +156,6 @@ class ControlServer:
                 return self._verbs[name](request)
         except Exception as error:  # noqa: BLE001 a failing verb concerns only its caller
             return {"error": f"{name}: {type(error).__name__}: {error}"}
-
-
-def _shut_down(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-class NullControlServer:
-    """The server of an agent that could not create its socket."""
-
-    def close(self) -> None:
-        pass
-
-
-def open_control(
-    path: Path,
-    post: Callable[[DumpRequested], None],
-    about: Mapping[str, Any],
-    log: Callable[[str], None],
-    verbs: Mapping[str, Verb] | None = None,
-) -> ControlServer | NullControlServer:
-    """A server at `path`; the job also runs without one."""
-    try:
-        return ControlServer(path, post, about, verbs=verbs)
-    except OSError as error:
-        log(f"elasticd dump will not reach this agent: {path}: {error.strerror or error}")
-        return NullControlServer()
 
 
 def send_request(

@@ -2,6 +2,16 @@
 
 Access is decided in one place, before more of a request than its head is read. A token is compared in constant time and
 never logged or shown.
+
+Three kinds of callers have three kinds of proof. A process on this machine is identified by the kernel, which no secret
+could improve. A person or a program elsewhere has a token, of which the agent keeps the file and compares digests, so
+neither the length nor a common beginning of a guess shows in the time that a comparison takes. Another agent has a
+credential that is derived from the token for one address: a machine that it is lured to learns nothing that opens
+another one.
+
+Wrong tokens are slowed down by address, /64 networks counting as one, and reported at most once a minute. Right tokens
+are never slowed down, so an attacker cannot lock the owner out. Files are read at each request, so a token that is
+replaced on disk counts at once, and one that was removed is void at once.
 """
 
 from __future__ import annotations

@@ -4,6 +4,21 @@ A slow reader, a flood, or a client that trickles bytes costs a few threads for 
 handler only whole, bounded and authenticated: a head of at most 16 KiB and a body of at most 1 MiB within the request
 timeout; the sender is known before the body is read. Host names are never resolved. Of a request only its method, path
 and status are logged.
+
+Everything here is bounded, since the port may be reachable by anybody in the cluster, and the process behind it
+supervises training:
+- Threads. `max_connections` count; those that were cut need a moment to end and do not, so there are at most twice as
+  many. Beyond them a connection is closed unread.
+- Time. Each connection has a deadline from its first byte to the last of its request. A socket's own timeout begins
+  anew with each byte and would let a trickling client stay for ever, so the accepting thread cuts connections by
+  shutting their socket down. Once the request is read, the deadline is extended for the answer.
+- Memory. The head and the body have limits, and the body of a request without valid credentials is not read at all.
+- Fairness. When there is no room, the host with the most unfinished requests loses its oldest. A client that holds
+  connections open blocks itself, and not the prober that would restart a container.
+
+The order of a request: head, sender, refusal by path and access, body, handler, answer, and a moment for the client to
+close. A handler may be called many times at once; an exception other than HttpError is logged and answered by 500, and
+the port stays open.
 """
 
 from __future__ import annotations
@@ -101,7 +116,10 @@ Handler = Callable[..., HttpResponse]
 
 
 class RouteTable:
-    """Routes for all: handlers by method and path, as in "GET /v1/jobs/*": a "*" is one word of the path."""
+    """Routes for all: handlers by method and path, as in "GET /v1/jobs/*": a "*" is one word of the path.
+
+    A word is decoded after the path is split, so an encoded slash cannot make two words of one.
+    """
 
     def __init__(self, handlers: Mapping[str, Handler], hidden: str = "\0") -> None:
         """`hidden`: a path prefix that error responses do not list."""
@@ -225,12 +243,17 @@ class HttpServer(ThreadingHTTPServer):
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def server_bind(self) -> None:
-        # HTTPServer's own resolves its name, which may take half a minute.
+        """Bind without resolving a name: HTTPServer's own would ask for this machine's, which may
+        take half a minute.
+        """
         socketserver.TCPServer.server_bind(self)
         self.server_name = "elasticd"
         self.server_port = 0
 
     def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. With TLS, the handshake waits for the client, so it is made on the connection's own
+        thread.
+        """
         try:
             sock, address = super().get_request()
         except OSError:
@@ -248,6 +271,7 @@ class HttpServer(ThreadingHTTPServer):
         return made, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for the connection, if there is room for it."""
         serve, name = self.process_request_thread, "elasticd-http-client"
         thread = threading.Thread(target=serve, args=(request, client_address), name=name, daemon=True)
         host = str(client_address[0]) if client_address else ""  # a unix socket's clients have no address
@@ -288,6 +312,7 @@ class HttpServer(ThreadingHTTPServer):
                 connection.deadline, connection.is_request_read = time.monotonic() + seconds, True
 
     def cut_expired(self, now: float) -> None:
+        """End every connection whose deadline has passed, by shutting its socket down under its thread."""
         with self._lock:
             for request, connection in self._connections.items():
                 if now >= connection.deadline:
@@ -392,18 +417,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _response(self) -> HttpResponse:
         server, headers = self.server, self.headers
         path, _, query = self.path.partition("?")
+        is_local = server.address_family == socket.AF_UNIX
         request = HttpRequest(
             "GET" if self.command == "HEAD" else self.command,
             path,
             query,
             content_type=headers.get("Content-Type", "").partition(";")[0].strip().lower(),
-            host=self._peer_host(),
+            host="" if is_local else str(self.client_address[0]),
             server_name=self._server_name(),
             cookie=headers.get("Cookie", ""),
             fetch_site=headers.get("Sec-Fetch-Site", ""),
             origin=headers.get("Origin", ""),
             accept=headers.get("Accept", ""),
-            user=self._peer_user(),
+            user=None if is_local else peer_user(self.request),
         )
         is_public = server.authenticator is None or server.routes.is_public(self.command, path)
         sender = self._sender(request, is_public)
@@ -435,12 +461,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return str(caller)
             caller = AccessDenied(403, why, caller=caller)
         return "" if is_public else self.server.routes.reject(request, caller)
-
-    def _peer_host(self) -> str:
-        return "" if self.server.address_family == socket.AF_UNIX else str(self.client_address[0])
-
-    def _peer_user(self) -> int | None:
-        return None if self.server.address_family == socket.AF_UNIX else peer_user(self.request)
 
     def _server_name(self) -> str:
         names = self.headers.get_all("Host", [])

@@ -15,25 +15,21 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import threading
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+
+from elasticd_agent.system.network import kubernetes as kubernetes_api
+from elasticd_agent.system.network.kubernetes import TIMEOUT_S, request
 
 POLL_S = 2.0
 """A spot VM of GCP has 30 s from the notice."""
-TIMEOUT_S = 2.0
-MOST_BYTES = 1 << 20
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TAINTS = (
-    *("ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "node.kubernetes.io/out-of-service"),
+    *("*:NoExecute", "ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "node.kubernetes.io/out-of-service"),
     *("aws-node-termination-handler/spot-itn", "cloud.google.com/impending-node-termination"),
 )
-"""Taints of a node that is about to go; besides these every one with the effect NoExecute."""
+"""Taints of a node that is about to go."""
 _ENDINGS = ("Preempt", "Terminate", "Redeploy")
 
 Notice = Callable[[str], str]
@@ -41,25 +37,25 @@ Notice = Callable[[str], str]
 
 
 def aws(base: str) -> str:
-    token = {"X-aws-ec2-metadata-token": _request(f"{base}/latest/api/token", _TOKEN_AGE, "PUT").decode()}
-    if action := _request(f"{base}/latest/meta-data/spot/instance-action", token):
+    token = {"X-aws-ec2-metadata-token": request(f"{base}/latest/api/token", _TOKEN_AGE, "PUT").decode()}
+    if action := request(f"{base}/latest/meta-data/spot/instance-action", token):
         told = json.loads(action)
         return f"AWS will {told['action']} this spot instance at {told['time']}"
-    if advice := _request(f"{base}/latest/meta-data/events/recommendations/rebalance", token):
+    if advice := request(f"{base}/latest/meta-data/events/recommendations/rebalance", token):
         return f"AWS recommends to leave this spot instance (rebalance, {json.loads(advice)['noticeTime']})"
     return ""
 
 
 def gcp(base: str) -> str:
     headers = {"Metadata-Flavor": "Google"}
-    if _request(f"{base}/computeMetadata/v1/instance/preempted", headers).strip() == b"TRUE":
+    if request(f"{base}/computeMetadata/v1/instance/preempted", headers).strip() == b"TRUE":
         return "GCP preempts this VM"
-    event = _request(f"{base}/computeMetadata/v1/instance/maintenance-event", headers).decode().strip()
+    event = request(f"{base}/computeMetadata/v1/instance/maintenance-event", headers).decode().strip()
     return f"GCP: {event} of this VM's host" if event.startswith("TERMINATE") else ""
 
 
 def azure(base: str) -> str:
-    text = _request(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+    text = request(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
     for event in json.loads(text or b"{}").get("Events", []):
         if event["EventType"] in _ENDINGS:
             return f"Azure: {event['EventType']} of this VM, not before {event.get('NotBefore') or 'now'}"
@@ -67,9 +63,9 @@ def azure(base: str) -> str:
 
 
 def kubernetes(base: str) -> str:
-    namespace = (SERVICE_ACCOUNT / "namespace").read_text(encoding="ascii").strip()
+    namespace = (kubernetes_api.SERVICE_ACCOUNT / "namespace").read_text(encoding="ascii").strip()
     pod = os.environ.get("POD_NAME") or os.uname().nodename
-    told = _ask_api(base, f"/api/v1/namespaces/{namespace}/pods/{pod}")
+    told = kubernetes_api.get(base, f"/api/v1/namespaces/{namespace}/pods/{pod}")
     for condition in told.get("status", {}).get("conditions", []):
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             return f"Kubernetes disrupts pod {pod}: {condition.get('message') or condition.get('reason', '')}"
@@ -77,11 +73,9 @@ def kubernetes(base: str) -> str:
         return f"Kubernetes deletes pod {pod}"
     name, node = told["spec"].get("nodeName", ""), {}
     with suppress(urllib.error.HTTPError):  # this account may not read nodes
-        node = _ask_api(base, f"/api/v1/nodes/{name}")
-    for taint in node.get("spec", {}).get("taints", []):
-        if taint["effect"] == "NoExecute" or taint["key"] in TAINTS:
-            return f"node {name} has the taint {taint['key']}"
-    return ""
+        node = kubernetes_api.get(base, f"/api/v1/nodes/{name}")
+    taint = kubernetes_api.bad_taint(node, TAINTS)
+    return f"node {name} has the taint {taint}" if taint else ""
 
 
 SERVICES: Mapping[str, Notice] = {"aws": aws, "gcp": gcp, "azure": azure, "kubernetes": kubernetes}
@@ -120,29 +114,3 @@ class PreemptionMonitor:
                 self._reported.add(name)
                 self._warn(f"no preemption notices from {name} at {base} for now: {error}")
             return ""
-
-
-def _request(url: str, headers: Mapping[str, str], method: str = "GET", context: ssl.SSLContext | None = None) -> bytes:
-    """The answer's body, empty for 404: the service has nothing to say. No proxy is asked."""
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), *([urllib.request.HTTPSHandler(context=context)] if context else [])
-    )
-    try:
-        with opener.open(urllib.request.Request(url, headers=dict(headers), method=method), timeout=TIMEOUT_S) as reply:
-            body: bytes = reply.read(MOST_BYTES)
-            return body
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code != 404:
-                raise
-        return b""
-
-
-def _ask_api(base: str, path: str) -> dict[str, Any]:
-    """An object of the Kubernetes API."""
-    token = (SERVICE_ACCOUNT / "token").read_text(encoding="ascii").strip()  # it is replaced while the pod runs
-    context = None
-    if base.startswith("https:"):
-        context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt"))
-    told: dict[str, Any] = json.loads(_request(base + path, {"Authorization": f"Bearer {token}"}, context=context))
-    return told

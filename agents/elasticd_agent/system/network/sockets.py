@@ -6,10 +6,10 @@ the caller: sockets of a worker in another one are not seen.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
@@ -81,6 +81,12 @@ def peer_user(sock: socket.socket) -> int | None:
     return int(user) if inode else None  # a socket that its process has closed counts as root's
 
 
+def shut_down(sock: socket.socket) -> None:
+    """End a connection under whatever thread waits for it; the descriptor stays open."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def _unmapped(host: str) -> IPv4Address | IPv6Address:
     address = ip_address(host.partition("%")[0])
     return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
@@ -118,21 +124,3 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _aligned(size: int) -> int:
     return (size + 3) & ~3
-
-
-def sockets_of(pids: Iterable[int]) -> set[int]:
-    """The inodes of all sockets that these processes have open. The links are read, never followed."""
-    inodes = set()
-    for pid in pids:
-        try:
-            numbers = os.listdir(f"/proc/{pid}/fd")
-        except OSError:
-            continue
-        for number in numbers:
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{number}")
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(int(target[8:-1]))
-    return inodes

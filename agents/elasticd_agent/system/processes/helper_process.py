@@ -2,6 +2,11 @@
 
 A process that hangs in the kernel, in a dead mount or a broken driver, survives SIGKILL. Every wait here is therefore
 bounded, and `close` leaves such a helper behind and reports it.
+
+The protocol is one request and its answers, a JSON object a line, over pipes. A helper that ends says so by the end of
+its output, whatever the reason. Three things end a wait: a line, the end of the output, and the deadline, or a
+descriptor by which the caller gives up. A late answer belongs to no later question, since a helper that was late is
+closed and replaced.
 """
 
 from __future__ import annotations
@@ -88,14 +93,11 @@ class HelperProcess:
             self._close_errors()
             raise
         assert self._process.stdin is not None and self._process.stdout is not None
+        self.pid = self._process.pid
         self._input = self._process.stdin
         self._output = self._process.stdout
         os.set_blocking(self._input.fileno(), False)
         self._lines = LineReader(self._output.fileno())
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def alive(self) -> bool:
         return self._process.poll() is None

@@ -2,6 +2,14 @@
 
 Standard library only: the owner runs without site-packages. Every wait is bounded, only children of the caller are
 signalled, and a forked child never returns into the owner's loop.
+
+A child dies with its parent (PR_SET_PDEATHSIG), leads a session of its own, and has the default action of every signal
+that the owner handles, before it runs a byte of foreign code. Between fork and exec it executes only what is listed
+here, since another thread may have held a lock at the fork.
+
+Ending children is a loop, because each death makes the dead one's children ours. It is bounded, and gives two kinds of
+processes a moment longer: those of torch and of multiprocessing that free shared memory once their parent has died.
+Killed together with it, they would leave the memory behind.
 """
 
 from __future__ import annotations
@@ -25,12 +33,12 @@ _NO_END = {
     signal.SIGTTOU,
     signal.SIGURG,
 }
-_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 STRAY_SIGNALS = tuple(
-    sorted(signal.valid_signals() - _ERRORS - _NO_END - {*_REQUESTS, signal.SIGKILL, signal.SIGWINCH})
+    sorted(signal.valid_signals() - _ERRORS - _NO_END - {*STOP_SIGNALS, signal.SIGKILL, signal.SIGWINCH})
 )
 """All others that end a process by default. Schedulers, limits, timers and people send them; none asks for an end."""
-IGNORED_SIGNALS = (*_REQUESTS, *STRAY_SIGNALS)
+IGNORED_SIGNALS = (*STOP_SIGNALS, *STRAY_SIGNALS)
 """They do not end the owner, and keep their usual meaning for its children. A batch system sends them to every process
 of a job."""
 
@@ -58,10 +66,11 @@ def spawn(
     stdout: str | None,
     stderr: str | None,
     ignored: Collection[int] = (),
+    prepare: Callable[[], object] = lambda: None,
 ) -> int:
     """Fork and exec as `Popen(start_new_session=True)` would; the child dies with its parent.
 
-    `ignored`: some of IGNORED_SIGNALS, for a program of ours.
+    `ignored`: some of IGNORED_SIGNALS, for a program of ours. `prepare` is called in the child.
     """
     owner = os.getpid()
     # Until its exec the child has our handlers: a signal in between waits for the default action.
@@ -83,6 +92,7 @@ def spawn(
                 signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         redirect(stdout, stderr)
+        prepare()
         os.chdir(cwd)
         os.execvpe(argv[0], argv, env)
     except BaseException as error:  # noqa: BLE001 a forked child must not return into the owner's loop
@@ -102,7 +112,9 @@ def redirect(stdout: str | None, stderr: str | None) -> None:
 
 
 SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
-CLEANER_GRACE_S = 3.0
+LEFTOVER_GRACE_S = 5.0
+"""The time that processes which a script left running have to end after SIGTERM, and cleaners after their parents'
+death: torch's waits for 2 s whether another process needs it."""
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """They free the shared memory of their parents within milliseconds of their death, and then end; if they were killed
 together with them, it would stay."""
@@ -116,7 +128,7 @@ def end_children(within_s: float, except_pids: Collection[int] = ()) -> None:
     started = now = time.monotonic()
     while now < started + within_s:
         for pid in children():
-            if now > started + CLEANER_GRACE_S or not may_be_cleaner(pid):
+            if now > started + LEFTOVER_GRACE_S or not may_be_cleaner(pid):
                 signal_child(pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -1,11 +1,16 @@
 """Processor time, waiting time and I/O of whole process trees, from /proc.
 
 Only files that the kernel answers at once are read (procfs.py).
+
+The question behind all figures is whether a tree of processes works. Processor time alone does not answer it: threads
+of NCCL and CUDA spin while a device hangs, so theirs is taken out; a tree on a crowded machine works without getting a
+turn, so the time for which it waited for one is counted; and a loader that reads from a cache or a socket uses no disk,
+so bytes are counted where a system call moves them. Sockets are followed one by one, since a request may open one, use
+it and close it between two readings.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -86,7 +91,7 @@ class UsageReader:
         all_sockets = sockets.tcp_bytes()
         usage = {}
         for pid, members in by_root.items():
-            tcp = {inode: all_sockets[inode] for inode in sockets.sockets_of(members) if inode in all_sockets}
+            tcp = {inode: all_sockets[inode] for inode in procfs.sockets_of(members) if inode in all_sockets}
             moved = {inode: sock.moved for inode, sock in tcp.items() if sock.peer_port != (store_port or -1)}
             self._count_moved(pid, moved)
             usage[pid] = Usage(
@@ -144,14 +149,10 @@ def schedstat(pid: int) -> dict[int, tuple[float, float]]:
     /proc/PID/task/TID/schedstat is run, wait (ns), slices. {} without that file.
     """
     times: dict[int, tuple[float, float]] = {}
-    try:
-        tids = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return times
-    for tid in tids:
+    for tid in procfs.tids(pid):
         fields = procfs.read(f"/proc/{pid}/task/{tid}/schedstat").split()
         if len(fields) == 3:
-            times[int(tid)] = int(fields[0]) / 1e9, int(fields[1]) / 1e9
+            times[tid] = int(fields[0]) / 1e9, int(fields[1]) / 1e9
     return times
 
 

@@ -6,6 +6,7 @@ file that waits for the process's memory lock. A process that ends meanwhile is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -62,15 +63,38 @@ def condition(pid: int) -> str:
 
 
 def _has_live_thread(pid: int) -> bool:
-    try:
-        tids = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return False
-    for tid in tids:
+    for tid in tids(pid):
         fields = read(f"/proc/{pid}/task/{tid}/stat").rpartition(b")")[2].split()
         if len(fields) > _FLAGS and fields[0] not in (b"Z", b"X") and not int(fields[_FLAGS]) & _PF_EXITING:
             return True
     return False
+
+
+def tids(pid: int) -> list[int]:
+    """The process's threads, the main one first."""
+    try:
+        return sorted(int(tid) for tid in os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return []
+
+
+def fd_targets(pid: int, most: int | None = None) -> dict[str, str]:
+    """The targets of its first `most` descriptors, by number. The links are read, never followed."""
+    targets = {}
+    try:
+        numbers = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
+    except OSError:
+        return {}
+    for number in numbers[:most]:
+        with contextlib.suppress(OSError):  # it has been closed
+            targets[number] = os.readlink(f"/proc/{pid}/fd/{number}")
+    return targets
+
+
+def sockets_of(pids: Iterable[int]) -> set[int]:
+    """The inodes of all sockets that these processes have open."""
+    targets = (target for pid in pids for target in fd_targets(pid).values())
+    return {int(target[8:-1]) for target in targets if target.startswith("socket:[")}
 
 
 def stat(pid: int) -> Stat | None:

@@ -3,6 +3,13 @@
 The template has torch in memory before the script runs, and a script must not be able to notice. Preloaded modules are
 therefore removed from `sys.modules`, with the side effects of their import elsewhere, and returned, already executed,
 when the script first imports them. The standard library stays: any Python program loads it.
+
+A module that the script has not imported is not in `sys.modules`, and its warning filters and exit handlers are not
+there. When the script imports it, all of them come at once, in the order in which they would have.
+
+Modules come back in batches. One statement of the template loaded many modules, which hold references to each other; to
+restore one of them and load the others anew would make two copies of a class, and `isinstance` would be false between
+them. So a batch comes back whole when its own package is imported, and package by package otherwise.
 """
 
 from __future__ import annotations
@@ -56,11 +63,13 @@ class ImportSideEffects:
         self.environment = {n: os.environ.get(n) for n in names if environment.get(n) != os.environ.get(n)}
 
     def hide(self) -> None:
+        """Take the effects back, as if nothing had been imported yet."""
         set_warning_filters([entry for entry in warnings.filters if entry not in self.filters])
         for function, _, _ in self.exits:
             atexit.unregister(function)
 
     def set_environment(self) -> None:
+        """Repeat the changes of the environment."""
         for name, value in self.environment.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -133,6 +142,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
         self.batches.append(batch)
 
     def activate(self) -> None:
+        """Make all that was loaded disappear. Called once, in the template, before the script's process begins."""
         for batch in self.batches:
             batch.traces.hide()
             for name, module in batch.modules.items():
@@ -171,6 +181,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
             self.waiting[name] = then
 
     def families(self) -> set[str]:
+        """Return the top-level packages that are hidden."""
         return {name.partition(".")[0] for batch in self.batches for name in batch.modules}
 
     def get(self, name: str) -> Any:
@@ -220,6 +231,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
 
     def put_back(self, modules: dict[str, ModuleType]) -> None:
+        """Put modules back into `sys.modules`, and call what waits for one of them."""
         for name, module in modules.items():
             sys.modules.setdefault(name, module)
         for name in modules.keys() & self.waiting.keys():

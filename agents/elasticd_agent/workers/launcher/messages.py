@@ -20,11 +20,13 @@ STORE_RANK = -1
 
 
 class WorkerFields(TypedDict):
-    """A worker of a parked group: what its release adds to its environment, and files for its output, None: ours."""
+    """A worker of a parked group: what its release adds to its environment, files for its output, None: ours, and the
+    CPUs that it is bound to, none: ours."""
 
     env: dict[str, str]
     stdout: str | None
     stderr: str | None
+    cpus: Sequence[int]
 
 
 class ColdWorkerFields(WorkerFields):
@@ -102,9 +104,10 @@ class ReleaseAhead(NamedTuple):
 
 
 class EndKept(NamedTuple):
-    """Kill processes at their entry, all but these."""
+    """Kill processes at their entry, or on their way there ahead of their round: all but these, or `only` those."""
 
     except_pids: list[int]
+    only: Sequence[int] = ()
 
 
 class ReleaseHeld(NamedTuple):
@@ -131,7 +134,8 @@ class Signal(NamedTuple):
     round, workers first save the state of their last step, until a deadline.
 
     In place of SIGKILL the local ranks in `keep` that have Entered are asked to leave the round and wait at their
-    entry, because of `why`. They get SIGKILL if they are not there after `park_s`.
+    entry, because of `why`. They get SIGKILL if they are not there after `park_s`. If any of them can hold the state in
+    its process, nobody saves it, unless all that hold it get SIGKILL.
     """
 
     group: int
@@ -143,8 +147,12 @@ class Signal(NamedTuple):
 
 
 class Flush(NamedTuple):
-    """No round follows: have the writer write what it holds. Flushing follows and then Flushed, or Flushed alone if
-    there is nothing to write."""
+    """No round follows: end processes at their entry, and have the writer write what it holds.
+
+    Flushing follows and then Flushed, or Flushed alone if there is nothing to write. These processes may hold the state
+    of round `held`, 0: none does; they first save it."""
+
+    held: int = 0
 
 
 Request = (
@@ -162,10 +170,18 @@ class LostPeer(NamedTuple):
     report: str
 
 
+class NoFault(NamedTuple):
+    """The answer to LostPeer where all workers of the group are well, and nobody has asked for its end since."""
+
+
 class AtEntry(NamedTuple):
-    """The worker has left its round, and waits for a release as a forked process does, or for the end of file."""
+    """The worker has left its round, and waits for a release as a forked process does, or for the end of file.
+
+    `holds`: the step of the state that its process holds, 0 for none.
+    """
 
     step: int = 0
+    holds: int = 0
 
 
 class Unwind(NamedTuple):
@@ -253,6 +269,13 @@ class Entered(NamedTuple):
     local_rank: int
 
 
+class Left(NamedTuple):
+    """This worker's call of `train` is over, by a result or an error: what follows is not entered again."""
+
+    group: int
+    local_rank: int
+
+
 class RankLostPeer(NamedTuple):
     """LostPeer of a worker, at the monotonic time `at`."""
 
@@ -333,14 +356,14 @@ class WithoutWriter(NamedTuple):
 
 Report = (
     Preloading | TemplateReady | TemplateUnfit | TemplateEnded | Parked | Refused | StoreListens | Started | Released
-    | Entered | RankLostPeer | Exited | NotParked | Ended | ReleasedAhead | Waits | KeptExited | Reaped | Unsaved
+    | Entered | Left | RankLostPeer | Exited | NotParked | Ended | ReleasedAhead | Waits | KeptExited | Reaped | Unsaved
     | Flushing | Flushed | WithoutWriter
 )  # fmt: skip
 _REQUESTS = {kind.__name__: kind for kind in get_args(Request)}
 _REPORTS = {kind.__name__: kind for kind in get_args(Report)}
 
 
-def to_message(record: Request | Report | Unwind) -> channel.Message:
+def to_message(record: Request | Report | Unwind | NoFault) -> channel.Message:
     return {"type": type(record).__name__, **record._asdict()}
 
 

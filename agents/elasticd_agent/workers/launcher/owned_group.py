@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 
 from elasticd import channel
-from elasticd_agent.system.processes.process import CLEANER_GRACE_S, kernel_state, session_of
+from elasticd_agent.system.processes.process import LEFTOVER_GRACE_S, kernel_state, session_of
 from elasticd_agent.workers.launcher.messages import STORE_RANK, Signal, UnkillableProcess
 from elasticd_agent.workers.launcher.writer_process import SaveAtFault
 
@@ -26,8 +26,10 @@ DEVICE_KILL_DEADLINE_S = 30.0
 """The same where a worker has an accelerator open: tearing down its contexts took up to 15 s elsewhere, and a slot that
 is given up costs the job a GPU."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-LEFTOVER_GRACE_S = 5.0
-"""The time that processes which a successful script left running have to end after SIGTERM."""
+LONGEST_LOOK_S = 0.25
+"""The owner looks at a group that ends every 0.05 s, unless the machine is suspended or has no processor for it."""
+NO_FAULT_S = 5.0
+"""Longer than the agent waits for the root cause of a rank's error: EXIT_WAIT_S in job/state_machine.py."""
 
 
 class OwnedGroup:
@@ -56,12 +58,18 @@ class OwnedGroup:
         """Local ranks that can be asked to leave the round and keep their process."""
         self.end: Signal = Signal(name, 0)
         """The newest request for the group's end."""
+        self.in_doubt: dict[int, float] = {}
+        """When local ranks have said LostPeer, while no fault is known here."""
         self.unwinding: dict[int, int] = {}
         """pid -> local rank of those that were asked, and are not at their entry yet."""
-        self.unwound_at = 0.0
+        self.unwound_at = self.looked_at = 0.0
         self.kept: list[int] = []
         """Local ranks whose process waits at its entry: it is no member any more."""
         self.saving: SaveAtFault | None = None
+        self.held_step = 0
+        """The step of the state that workers hold in their processes in place of saving it, 0 for none."""
+        self.is_held = False
+        """One of them waits at its entry."""
         self.running_since = 0.0
         self.killed_at: float | None = None
         self.kill_deadline_s = KILL_DEADLINE_S
@@ -76,6 +84,10 @@ class OwnedGroup:
     def workers(self) -> list[int]:
         return [pid for pid, rank in self.alive.items() if rank != STORE_RANK]
 
+    def staying(self) -> list[int]:
+        """The pids of those that are to keep their process."""
+        return [pid for pid, rank in self.alive.items() if rank in self.entered.intersection(self.end.keep)]
+
     def is_parked(self) -> bool:
         """Requested from the template, which has not forked it yet."""
         return not self.running and not self.alive
@@ -85,8 +97,18 @@ class OwnedGroup:
         return self.running and not self.ended and (self.killed_at is not None or not self.workers())
 
     def is_late(self, now: float) -> bool:
-        """Some worker should be at its entry by now."""
+        """Some worker should be at its entry by now. A time in which this process does not run either is left out."""
+        self.unwound_at += max(now - self.looked_at - LONGEST_LOOK_S, 0.0)
+        self.looked_at = now
         return bool(self.unwinding) and now >= self.unwound_at + self.end.park_s
+
+    def without_fault(self, now: float) -> list[int]:
+        """Local ranks that have lost a peer, although all workers here are within their training."""
+        overdue = [rank for rank, at in self.in_doubt.items() if now >= at + NO_FAULT_S]
+        if overdue and not (set(self.ranks.values()) - {STORE_RANK} <= self.entered and all(map(runs, self.workers()))):
+            self.in_doubt.clear()  # the agent will say how the group ends
+            return []
+        return overdue
 
     def store_outlives(self) -> bool:
         return bool(self.alive) and self.keeps_store and not self.failed
@@ -105,7 +127,7 @@ class OwnedGroup:
         """False once all leftovers had their grace period, then SIGKILL, then `kill_deadline_s`."""
         if self.leftovers_since is None:
             return True
-        grace_s = CLEANER_GRACE_S if self.failed else self.leftover_grace_s()
+        grace_s = LEFTOVER_GRACE_S if self.failed else self.leftover_grace_s()
         return now <= max(self.leftovers_since, self.last_exit_at) + grace_s + self.kill_deadline_s
 
     def leftover_grace_s(self) -> float:
@@ -113,10 +135,15 @@ class OwnedGroup:
         return math.inf if self.runs_programs else LEFTOVER_GRACE_S
 
     def describe_unkillable(self, pids: Iterable[int]) -> list[UnkillableProcess]:
-        return [UnkillableProcess(pid=pid, local_rank=self._rank_of(pid), **kernel_state(pid)) for pid in pids]
+        ranks = {pid: self.ranks.get(pid, self.ranks.get(session_of(pid))) for pid in pids}
+        return [UnkillableProcess(pid=pid, local_rank=rank, **kernel_state(pid)) for pid, rank in ranks.items()]
 
-    def _rank_of(self, pid: int) -> int | None:
-        return self.ranks.get(pid, self.ranks.get(session_of(pid)))
+
+def runs(pid: int) -> bool:
+    """False for a process that ends: it loses its memory first, and closes devices last, which may take long."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", errors="replace") as file:
+        return file.read().split()[0] != "0"
+    return False
 
 
 def has_device_open(pid: int, devices: tuple[str, ...] = DEVICE_FILES) -> bool:

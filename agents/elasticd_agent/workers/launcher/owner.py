@@ -60,7 +60,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 if __name__ == "__main__":  # run as a file, isolated: our own packages come after the standard library
@@ -68,8 +68,10 @@ if __name__ == "__main__":  # run as a file, isolated: our own packages come aft
 
 from elasticd import channel
 from elasticd_agent.system.processes.process import (
-    CLEANER_GRACE_S,
     IGNORED_SIGNALS,
+    LEFTOVER_GRACE_S,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NAME,
     children,
     describe_status,
     end_children,
@@ -83,11 +85,10 @@ from elasticd_agent.system.processes.process import (
     take_signals,
 )
 from elasticd_agent.workers.launcher import messages
+from elasticd_agent.workers.launcher.cpu_binding import bind_to_cpus
 from elasticd_agent.workers.launcher.messages import STORE_RANK
-from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, OwnedGroup
-from elasticd_agent.workers.launcher.writer_process import WriterProcess
-
-PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
+from elasticd_agent.workers.launcher.owned_group import OwnedGroup
+from elasticd_agent.workers.launcher.writer_process import SaveAtFault, WriterProcess
 
 
 class Owner:
@@ -101,8 +102,12 @@ class Owner:
         self.template_pid = 0
         self.writer: WriterProcess | None = None
         self.flushed_again = False
+        self.flushing: tuple[SaveAtFault, messages.Flush] | None = None
+        """The save of what kept processes hold, ahead of a flush."""
         self.kept: dict[int, socket.socket] = {}
         """Processes that have left their group and wait at their entry for a release: pid -> our end of its channel."""
+        self.holding: set[int] = set()
+        """Those that hold a state, until they train again: they can do nothing but meet, or be killed."""
         self.surplus: set[int] = set()
         """Those that were killed there, or have closed the channel, and are not reaped yet."""
         self.early_exits: dict[int, tuple[int, float]] = {}
@@ -157,7 +162,7 @@ class Owner:
 
     def serve(self) -> None:
         while self.running:
-            waiting = any(group.is_ending() or group.saving for group in self.groups.values())
+            waiting = self.flushing or any(g.is_ending() or g.saving or g.in_doubt for g in self.groups.values())
             for fd, _ in self.poll.poll(50 if waiting else None):
                 if fd in self.watched:  # not closed by what this turn has read before
                     with contextlib.suppress(BlockingIOError):  # there is nothing to read after all
@@ -165,6 +170,8 @@ class Owner:
             self.reap()
             for group in list(self.groups.values()):
                 self.finish(group)
+            if self.flushing is not None and time.monotonic() >= self.flushing[0].until:
+                self.flush_saved()
 
     def receive_from_agent(self) -> None:
         message = channel.receive(self.agent)
@@ -207,6 +214,24 @@ class Owner:
             self.await_first_rank(writer)
 
     def flush(self, request: messages.Flush) -> None:
+        if self.kept and request.held and self.writer is not None:
+            saving = self.writer.request_save(request.held, signal.SIGKILL, 0.0)
+            if saving is not None:
+                self.flushing = saving, request
+                self.watch(saving.connection.fileno(), lambda: self.flush_saved(saving.is_over()))
+                return
+        self.end_kept(messages.EndKept([]))
+        self.write_states(request)
+
+    def flush_saved(self, is_over: bool = True) -> None:
+        """The kept processes have saved what they hold, or had the time for it."""
+        if self.flushing is not None and is_over:
+            (saving, request), self.flushing = self.flushing, None
+            self.unwatch(saving.connection.fileno())
+            saving.connection.close()
+            self.flush(request._replace(held=0))
+
+    def write_states(self, request: messages.Flush) -> None:
         writer = self.writer
         connection = None if writer is None else writer.request_flush()
         if writer is None or connection is None:
@@ -221,7 +246,7 @@ class Owner:
         connection.close()
         if not answer and not self.flushed_again:  # it has died, and another one finds the same states
             self.flushed_again = True
-            self.flush(request)
+            self.write_states(request)
         else:
             self.report(channel.record(messages.Flushed, answer or {}))
 
@@ -373,14 +398,23 @@ class Owner:
         rank = group.alive[pid]
         if kind == messages.Entered.__name__:
             group.entered.add(rank)
+            self.holding.discard(pid)
             self.report(messages.Entered(group.name, rank))
+        elif kind == messages.Left.__name__:
+            group.entered.discard(rank)
+            self.report(messages.Left(group.name, rank))
+            group.unwinding.pop(pid, None)  # it was asked a moment later
         elif kind == messages.LostPeer.__name__ and rank in group.entered:
             report = str(message.get("report"))
+            group.in_doubt[rank] = time.monotonic()
             self.report(messages.RankLostPeer(group.name, rank, report, time.monotonic()))
         elif kind == messages.AtEntry.__name__ and pid in group.unwinding:
             del group.alive[pid], group.unwinding[pid]
             group.kept.append(rank)
+            group.is_held |= message.get("holds", 0) >= group.held_step > 0
             self.kept[pid] = group.channels.pop(rank)
+            if message.get("holds"):
+                self.holding.add(pid)
         else:
             group.entered.discard(rank)
             self.close_channel(group.channels.pop(rank))
@@ -395,15 +429,16 @@ class Owner:
 
     def unwind(self, group: OwnedGroup) -> None:
         """Ask the workers that are to keep their process to leave the round."""
-        group.unwound_at = time.monotonic()
-        for pid, rank in group.alive.items():
-            if rank in group.entered.intersection(group.end.keep):
-                with contextlib.suppress(OSError):
-                    channel.send(group.channels[rank], messages.to_message(messages.Unwind(group.end.why)))
-                    group.unwinding[pid] = rank
+        group.unwound_at = group.looked_at = time.monotonic()
+        for pid in group.staying():
+            rank = group.alive[pid]
+            with contextlib.suppress(OSError):
+                channel.send(group.channels[rank], messages.to_message(messages.Unwind(group.end.why)))
+                group.unwinding[pid] = rank
 
     def end_kept(self, request: messages.EndKept) -> None:
-        for pid in self.kept.keys() - set(request.except_pids):
+        only = set(request.only or self.kept)
+        for pid in only.intersection(self.kept) - set(request.except_pids):
             self.close_channel(self.kept.pop(pid))
             self.surplus.add(pid)
             signal_child(pid, signal.SIGKILL)
@@ -425,7 +460,8 @@ class Owner:
             self.exec_store(group, request.store["argv"], request)
         for rank, worker in enumerate(request.workers):
             env = {**request.env, **self.with_port(group, worker["env"])}
-            group.alive[spawn(worker["argv"], env, request.cwd, worker["stdout"], worker["stderr"])] = rank
+            bind = functools.partial(bind_to_cpus, worker.get("cpus", ()))
+            group.alive[spawn(worker["argv"], env, request.cwd, worker["stdout"], worker["stderr"], (), bind)] = rank
         self.begin(group, request.keep)
 
     def begin(self, group: OwnedGroup, keeps_store: bool) -> None:
@@ -466,6 +502,7 @@ class Owner:
         group = self.groups.get(request.group)
         if group is None:
             return
+        group.in_doubt.clear()
         if request.signal == signal.SIGKILL:
             group.failed, group.end = True, request
             if not request.keep:
@@ -473,7 +510,8 @@ class Owner:
             if not group.running or group.ended:
                 self.drop(group)
                 return
-        if request.save is None or not self.save_first(group, request.save, request.signal):
+        stay = group.staying() if request.signal == signal.SIGKILL else []
+        if request.save is None or not self.save_first(group, request.save, request.signal, stay):
             self.signal_members(group, request.signal)
 
     def signal_members(self, group: OwnedGroup, signum: int) -> None:
@@ -483,12 +521,14 @@ class Owner:
             group.stopped = True
             group.runs_programs |= any(map(is_shell, group.workers()))
             for pid in group.workers():
-                signal_child(pid, signum)
+                signal_child(pid, signal.SIGKILL if pid in self.holding else signum)
 
-    def save_first(self, group: OwnedGroup, round: int, signum: int) -> bool:
-        """Have the group's workers save their state; the signal follows. False if none can save."""
+    def save_first(self, group: OwnedGroup, round: int, signum: int, stay: Sequence[int] = ()) -> bool:
+        """Have the group's workers save their state, or those that `stay` hold it; the signal follows. False if none
+        can save.
+        """
         if group.saving is None and self.writer is not None and group.workers():
-            group.saving = self.writer.request_save(round, signum, group.running_since)
+            group.saving = self.writer.request_save(round, signum, group.running_since, stay)
             if group.saving is not None:
                 self.watch(group.saving.connection.fileno(), functools.partial(self.receive_from_donors, group))
         if group.saving is not None and signum == signal.SIGKILL:
@@ -496,8 +536,15 @@ class Owner:
         return group.saving is not None
 
     def receive_from_donors(self, group: OwnedGroup) -> None:
-        if group.saving is not None and group.saving.is_over():
-            self.saved(group, group.saving.signum)
+        saving = group.saving
+        if saving is None or not saving.is_over():
+            return
+        group.held_step = max(saving.held, group.held_step)
+        if saving.is_of_stayers and not saving.held and group.end.save is not None:
+            self.end_saving(group)
+            if self.save_first(group, group.end.save, saving.signum):
+                return
+        self.saved(group, saving.signum)
 
     def saved(self, group: OwnedGroup, signum: int) -> None:
         """The workers have saved their state, or had the time for it."""
@@ -540,6 +587,7 @@ class Owner:
             if not dead:
                 return
             now = time.monotonic()
+            self.holding.discard(dead)
             group = self.group_of(dead)
             if group is not None:
                 self.member_exited(group, dead, status, now)
@@ -563,6 +611,7 @@ class Owner:
     def member_exited(self, group: OwnedGroup, pid: int, status: int, at: float) -> None:
         rank = group.alive.pop(pid)
         group.unwinding.pop(pid, None)
+        group.in_doubt.clear()
         group.last_exit_at = at
         if not group.running:
             self.drop(group)
@@ -582,14 +631,20 @@ class Owner:
         Processes that survive SIGKILL are waited for until a deadline, then reported, and reaped whenever they end.
         """
         now = time.monotonic()
+        for rank in group.without_fault(now):
+            del group.in_doubt[rank]
+            with contextlib.suppress(OSError, KeyError):
+                channel.send(group.channels[rank], messages.to_message(messages.NoFault()))
         if (saving := group.saving) is not None and now >= saving.until:
             self.report(messages.Unsaved(group.name, saving.unsaved or len(group.workers()), now - saving.since))
             self.saved(group, saving.signum)
         if group.is_late(now):
             late, group.unwinding = sorted(group.unwinding.values()), {}
             self.report(messages.NotParked(group.name, late, now - group.unwound_at))
+            if group.held_step and not group.is_held and group.end.save is not None:
+                self.save_first(group, group.end.save, signal.SIGKILL)
             group.begin_kill(now)
-        if not group.is_ending():
+        if not group.is_ending() or group.saving is not None:
             return
         keeps_store = group.store_outlives()
         if not keeps_store:
@@ -613,14 +668,15 @@ class Owner:
         waited_s = now - max(group.leftovers_since, group.last_exit_at)
         if group.failed or waited_s > group.leftover_grace_s():
             for pid in leftovers:
-                if waited_s > CLEANER_GRACE_S or not may_be_cleaner(pid):
+                if waited_s > LEFTOVER_GRACE_S or not may_be_cleaner(pid):
                     signal_child(pid, signal.SIGKILL)
 
     def end_by_signal(self, group: OwnedGroup, leftovers: list[int]) -> None:
-        """Send SIGTERM to those that did not get it yet."""
+        """Send SIGTERM to those that did not get it yet. Cleaners of shared memory free it, and end by themselves."""
         for pid in set(leftovers) - group.asked:
-            signal_child(pid, signal.SIGTERM)
-        group.asked.update(leftovers)
+            if not may_be_cleaner(pid):
+                signal_child(pid, signal.SIGTERM)
+                group.asked.add(pid)
 
     def group_ended(self, group: OwnedGroup, keeps_store: bool, leftovers: list[int]) -> None:
         survivors = [*leftovers, *([] if keeps_store else group.alive)]

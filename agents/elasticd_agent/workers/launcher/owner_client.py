@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -20,10 +19,9 @@ from elasticd.errors import UsageError
 from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.helper_process import end_process
-from elasticd_agent.system.processes.process import end_children
+from elasticd_agent.system.processes.process import PR_SET_CHILD_SUBREAPER, end_children, prctl
 from elasticd_agent.workers.launcher import messages
 
-PR_SET_CHILD_SUBREAPER = 36
 LOOK_S, STOPPED_LOOKS = 1.0, 5
 """The interval in which the owner's state is read, and how often in a row it may be stopped. Looks are counted, not
 time: the whole machine may have been suspended."""
@@ -53,7 +51,7 @@ class OwnerClient:
     ) -> None:
         """`keep`: file descriptors that the owner keeps open, too, for as long as it has a process to end."""
         # If the owner is killed, its descendants become our children, and are ended by us.
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._socket, theirs = channel.pair()
         with theirs:
             paths = os.pathsep.join(import_path())
@@ -61,15 +59,12 @@ class OwnerClient:
             self._process = subprocess.Popen(
                 [*owner, *map(str, keep)], pass_fds=[theirs.fileno(), *keep], start_new_session=True
             )
+        self.pid = self._process.pid
         self._post = post
         self._closing = False
         self._unkillable: set[int] = set()  # written by the reader thread
         self._reader = threading.Thread(target=self._read, name="owner-reader", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def send(self, request: messages.Request) -> None:
         """Send one request. An owner that has died shows as OwnerLost, not here.

@@ -2,6 +2,16 @@
 
 Nothing is started here. The script's source is read, not run: a script that sets a variable which torch reads during
 its import must not find torch imported already, and starts cold.
+
+Preloading saves a second or more of each restart, and is worth nothing if it changes what the script does. Three rules
+keep a warm start equal to a cold one:
+- Only numpy, torch, what torch imports lazily in every training job, and the parts of torch and of elasticd that the
+  script's top level imports are imported ahead. Modules of the user's project are not: their code may do anything.
+- A variable that torch, OpenMP or a BLAS library reads at import, and that the script sets before, makes the job start
+  cold (`EnvironmentScan`), since a library that was imported ahead has read the old value.
+- An argument that differs from worker to worker makes it start cold, since the template has one command line.
+
+In doubt a job starts cold, with the reason in one sentence: it costs a second and no correctness.
 """
 
 from __future__ import annotations
@@ -40,7 +50,10 @@ MAX_FILES = 500
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """`modules` in order; those in `required` must be importable; `cold` is the reason not to fork, or None."""
+    """The plan of what to import ahead.
+
+    `modules` in order; those in `required` must be importable; `cold` is the reason not to fork, or None.
+    """
 
     modules: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
@@ -50,7 +63,11 @@ class Preload:
 def plan_preload(
     script: Path | None, args: tuple[str, ...], required: tuple[str, ...], path: tuple[Path, ...] = ()
 ) -> Preload:
-    """`script` is the file that will run, None if unknown; `path` are folders where it finds modules of its own."""
+    """Return what to import ahead for this script.
+
+    `script` is the file that will run, None if unknown; `path` are folders where it finds modules of its own. A script
+    that cannot be read or parsed is no obstacle here: its own traceback explains it.
+    """
     if any("${local_rank}" in arg for arg in args):
         return Preload(cold="an argument holds ${local_rank}, which differs from worker to worker")
     modules = [*ALWAYS]
@@ -136,6 +153,7 @@ class EnvironmentScan:
 
 
 def _is_torch(node: ast.Import | ast.ImportFrom) -> bool:
+    """True if the statement imports torch or a part of it."""
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
     return any(name == "torch" or name.startswith("torch.") for name in names)
 
@@ -185,8 +203,14 @@ def script_of(module: bool, entrypoint: str, cwd: Path) -> Path | None:
     return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
 
 
-LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams")
+FRAMEWORKS = (
+    *("transformers.trainer", "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"),
+    "accelerate.accelerator",
+)
+"""The modules after which --integrate adds a callback."""
+LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams", "cpu_binding")
 LIBRARY = (
+    "elasticd.memory_order",
     "elasticd.channel",
     "elasticd.errors",
     "elasticd.heartbeat.exit_report",
@@ -208,9 +232,10 @@ class WorkerSpec:
     stdout: str | None
     stderr: str | None
     heartbeat: str
+    cpus: tuple[int, ...] = ()  #: none: as the agent
 
     def fields(self) -> WorkerFields:
-        return {"env": self.env, "stdout": self.stdout, "stderr": self.stderr}
+        return {"env": self.env, "stdout": self.stdout, "stderr": self.stderr, "cpus": self.cpus}
 
 
 class LaunchRequests:
@@ -233,6 +258,7 @@ class LaunchRequests:
         self._preload = replace(self._preload, modules=modules, required=required)
 
     def template(self) -> StartTemplate:
+        """Return the request to start the template: the script's command line and paths, and what to import."""
         spec = self._spec
         module = spec.mode is Mode.MODULE
         launch = self._launch_config(
@@ -247,6 +273,7 @@ class LaunchRequests:
     def cold(
         self, group: int, workers: tuple[WorkerSpec, ...], host: str, port: int, *, store: bool, keep: bool
     ) -> Execute:
+        """Return the request to start workers without a template, each by a command line of its own."""
         spec, hook = self._spec, {}
         if spec.mode is not Mode.EXEC:
             hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch_config(mode="cold"))}
@@ -268,7 +295,7 @@ class LaunchRequests:
         """The start-up hook's configuration; `agent` and its descendants may trace the workers."""
         files = {name: program(name) for name in LAUNCHER_FILES}
         ours = {"library": {name: library_file(name) for name in LIBRARY}, "agent": os.getpid()}
-        ours |= {"read_at_import": READ_AT_IMPORT.pattern}
+        ours |= {"read_at_import": READ_AT_IMPORT.pattern, "integrate": FRAMEWORKS if self._spec.integrate else ()}
         return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
 
     def _hooked_path(self) -> str:

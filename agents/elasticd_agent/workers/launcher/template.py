@@ -71,6 +71,8 @@ def main(config: Config) -> None:
     if config["mode"] == "cold":
         if "ELASTICD_HEARTBEAT" in os.environ:
             after_import("torch.optim.optimizer", start_heartbeat(config, library))
+        for name in config["integrate"]:
+            after_import(name, integrate)
         return
     Template(config, library).serve()
 
@@ -362,6 +364,7 @@ class Template:
         os.environ.update(self.env)
         os.environ.update(release["env"])
         self.keep_launch_channel()
+        share = load_file("_elasticd_cpus", self.config["cpu_binding"]).bind_to_cpus(release.get("cpus", ()))
         for path, fd in ((release["stdout"], 1), (release["stderr"], 2)):
             if path is not None:
                 opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -373,13 +376,23 @@ class Template:
         self.hidden.sets_variables = frozenset(self.config["required"])
         started_with = dict(os.environ)
         torch, pattern = self.hidden.get("torch"), self.config["read_at_import"]
-        self.hidden.when_imported("torch", lambda: apply_environment(torch, pattern, started_with))
-        begin = start_heartbeat(self.config, self.library)
-        optimizer = self.hidden.get("torch.optim.optimizer")
-        if optimizer is None:
-            after_import("torch.optim.optimizer", begin)
+
+        def adapt_torch() -> None:
+            fit_threads(torch, share)
+            apply_environment(torch, pattern, started_with)
+
+        self.hidden.when_imported("torch", adapt_torch)
+        self.after_import("torch.optim.optimizer", start_heartbeat(self.config, self.library))
+        for name in self.config["integrate"]:
+            self.after_import(name, integrate)
+
+    def after_import(self, name: str, then: Callable[[Any], None]) -> None:
+        """Call back once the script has imported a module, preloaded or not."""
+        module = self.hidden.get(name)
+        if module is None:
+            after_import(name, then)
         else:
-            self.hidden.when_imported("torch.optim.optimizer", lambda: begin(optimizer))
+            self.hidden.when_imported(name, lambda: then(module))
 
     def keep_launch_channel(self) -> None:
         """`session.run` parks this process, which is released again by it; programs that the script starts lack it."""
@@ -430,6 +443,12 @@ class Template:
                 if hasattr(library, symbol):
                     getattr(library, symbol)(int(threads))
                     break
+
+
+def fit_threads(torch: Any, share: float) -> None:
+    """torch has counted the template's CPUs, of which this worker may use a share."""
+    if share < 1 and not any(os.environ.get(name, "").isdigit() for name in THREAD_VARIABLES):
+        torch.set_num_threads(max(1, round(torch.get_num_threads() * share)))
 
 
 def apply_environment(torch: Any, read_at_import: str, before: dict[str, str]) -> None:
@@ -497,6 +516,16 @@ def after_import(name: str, then: Callable[[Any], None]) -> None:
         then(sys.modules[name])
     else:
         sys.meta_path.insert(0, _AfterImport(name, then))
+
+
+def integrate(module: Any) -> None:
+    """Let a framework that the script has imported add its callback (--integrate)."""
+    try:
+        automatic = importlib.import_module("elasticd.integrations.automatic")
+    except ImportError as error:
+        print(f"elasticd: --integrate auto: this interpreter cannot import elasticd: {error}", file=sys.stderr)
+        return
+    automatic.integrate(module)
 
 
 def start_heartbeat(config: Config, library: dict[str, ModuleType]) -> Callable[[Any], None]:

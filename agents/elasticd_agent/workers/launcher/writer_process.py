@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Collection
 
 from elasticd import channel
 from elasticd_agent.system.processes.process import IGNORED_SIGNALS, describe_status, signal_child, spawn
@@ -74,11 +75,16 @@ class WriterProcess:
             self.close()
         return why
 
-    def request_save(self, round: int, signum: int, running_since: float) -> SaveAtFault | None:
-        """Ask the surviving ranks of a round to save their state before they get this signal; None if none can be."""
-        request = {"do": "donate", "round": round, "ends": signum == signal.SIGKILL}
+    def request_save(
+        self, round: int, signum: int, running_since: float, stay: Collection[int] = ()
+    ) -> SaveAtFault | None:
+        """Ask the surviving ranks of a round to save their state before they get this signal; None if none can be.
+
+        With `stay`, only the processes with these pids are asked, to hold it.
+        """
+        request = {"do": "donate", "round": round, "ends": signum == signal.SIGKILL, "stay": list(stay)}
         connection = self._request(request) if self.pid else None
-        return None if connection is None else SaveAtFault(connection, self, signum, running_since)
+        return None if connection is None else SaveAtFault(connection, self, signum, running_since, bool(stay))
 
     def request_flush(self) -> socket.socket | None:
         """Have everything written that is in memory; the answer says what became of the newest state. None if there is
@@ -143,9 +149,20 @@ class SaveAtFault:
     not shorten the wait.
     """
 
-    def __init__(self, connection: socket.socket, writer: WriterProcess, signum: int, running_since: float) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        writer: WriterProcess,
+        signum: int,
+        running_since: float,
+        is_of_stayers: bool = False,
+    ) -> None:
         self.connection = connection
         self.signum = signum
+        self.is_of_stayers = is_of_stayers
+        """Workers that stay are asked to hold their state, and no other ones."""
+        self.held = 0
+        """The newest step of which one of them holds the state."""
         self.since = time.monotonic()
         self.unsaved = 0
         """Workers that have not answered yet, once the writer has reported."""
@@ -160,6 +177,7 @@ class SaveAtFault:
         """
         report = channel.receive(self.connection)
         if report is None or "busy" not in report:
+            self.held = report.get("held", 0) if report else 0
             return True
         self.unsaved = report.get("left", 0)
         lost_s = 0.0 if report.get("answered") else self._lost_s

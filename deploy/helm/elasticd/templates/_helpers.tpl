@@ -8,7 +8,7 @@
 {{- define "elasticd.object" -}}
 {{- $ := index . 0 -}}
 {{- $object := index . 1 -}}
-{{- if ne $object.kind "PriorityClass" -}}
+{{- if not (has $object.kind (list "PriorityClass" "ClusterRole" "ClusterRoleBinding" "ValidatingAdmissionPolicy" "ValidatingAdmissionPolicyBinding")) -}}
 {{- $_ := set $object.metadata "namespace" $.Release.Namespace -}}
 {{- end -}}
 {{- $labels := dict "app.kubernetes.io/part-of" "elasticd" "helm.sh/chart" (printf "%s-%s" $.Chart.Name $.Chart.Version) "app.kubernetes.io/managed-by" $.Release.Service -}}

@@ -7,11 +7,12 @@ parameters, without an error. Everything that a script may hold stays: the objec
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _KEPT = ("_ddp_sink_clone", "training")
@@ -27,6 +28,8 @@ class DataParallelModules:
     def __init__(self, issued: Callable[[], int]) -> None:
         self._issued = issued
         self._made: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
+        self._of_round: list[weakref.ref[Any]] = []
+        self._is_in_round = False
         self.collectives = 0
         """Collectives of the constructors."""
         self._build: Callable[..., None] | None = None
@@ -40,13 +43,16 @@ class DataParallelModules:
         signature = inspect.signature(build)
 
         @functools.wraps(build)
-        def init(module: Any, *args: Any, **kwargs: Any) -> None:
+        def init(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
             before = self._issued()
-            build(module, *args, **kwargs)
+            build(wrapper, *args, **kwargs)
             self.collectives += self._issued() - before
-            arguments = dict(signature.bind(module, *args, **kwargs).arguments)
+            arguments = dict(signature.bind(wrapper, *args, **kwargs).arguments)
             del arguments["self"], arguments["module"]
-            self._made.append((weakref.ref(module), arguments))
+            if self._is_in_round:
+                self._of_round.append(weakref.ref(wrapper))
+            else:
+                self._made.append((weakref.ref(wrapper), arguments))
 
         self._build = build
         self._watched = DistributedDataParallel.__init__ = init  # type: ignore[method-assign,assignment]
@@ -56,6 +62,10 @@ class DataParallelModules:
 
         if self._build is not None and DistributedDataParallel.__init__ is self._watched:
             DistributedDataParallel.__init__ = self._build  # type: ignore[method-assign]
+
+    def enter(self) -> None:
+        """The modules that are made from now on are made again in the next round, by the function that makes these."""
+        self._is_in_round = True
 
     def alive(self) -> list[tuple[Any, dict[str, Any]]]:
         self._made = [(of, arguments) for of, arguments in self._made if of() is not None]
@@ -69,24 +79,44 @@ class DataParallelModules:
         return ""
 
     def knows(self, module: Any) -> bool:
-        return any(known is module for known, _ in self.alive())
+        return any(known is module for known, _ in self.alive()) or any(of() is module for of in self._of_round)
+
+    def check_before_forward(self, check: Callable[[], None]) -> None:
+        """Call `check` before each forward pass from now on, until `release()`; by another thread. A hook that was
+        always there would cost each step a moment, and be compiled with the module."""
+        for of in (*(of for of, _ in tuple(self._made)), *tuple(self._of_round)):
+            if (module := of()) is not None:
+                module.__dict__.setdefault("forward", functools.partial(_checked_forward, check, of))
 
     def release(self) -> None:
         """Drop what keeps the process group alive."""
-        for module, _ in self.alive():
+        of_round, self._of_round = self._of_round, []
+        for module in (*(kept for kept, _ in self.alive()), *filter(None, (of() for of in of_round))):
             for name in _BUILT:
                 module.__dict__.pop(name, None)
+            if getattr(module.__dict__.get("forward"), "func", None) is _checked_forward:
+                del module.__dict__["forward"]
 
-    def rebuild(self) -> None:
-        """Build each of them anew, in the order in which a new process makes them. Every rank calls it."""
+    def rebuild(self, is_restored: Callable[[Any], bool], syncs: bool, keeps: bool) -> None:
+        """Build each of them anew, in the order in which a new process makes them. Every rank calls it.
+
+        The constructor sends rank 0's values to all. Those of a module that `is_restored` afterwards are sent only with
+        `syncs`, where other ranks are in the constructor for the first time, and do not reach this rank's own if it
+        `keeps` them.
+        """
         from torch.nn import Module
 
         assert self._build is not None
         own = vars(Module())
+        has_sync = "init_sync" in inspect.signature(self._build).parameters
         for module, arguments in self.alive():
+            restored = is_restored(module)
+            is_sent = syncs or not (has_sync and restored)
+            if not is_sent:
+                arguments = {**arguments, "init_sync": False}
             kept = {name: module.__dict__[name] for name in (*own, *_KEPT) if name in module.__dict__}
             hooks, is_static = module._comm_hooks, module.static_graph
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _set_aside(module.module if restored and keeps and is_sent else None):
                 warnings.simplefilter("ignore")  # said when it was made
                 self._build(module, module.module, **arguments)
             module.__dict__.update(kept)
@@ -94,6 +124,28 @@ class DataParallelModules:
                 module.register_comm_hook(state, hook)
             if is_static and not module.static_graph:
                 module._set_static_graph()
+
+
+def _checked_forward(check: Callable[[], None], of: weakref.ref[Any], *inputs: Any, **kwargs: Any) -> Any:
+    check()
+    module: Any = of()
+    return type(module).forward(module, *inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _set_aside(module: Any) -> Iterator[None]:
+    """Give its parameters and buffers other memory meanwhile: what they have may be saved at any time."""
+    import torch
+
+    tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+    own = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = torch.empty_like(tensor.data)
+    try:
+        yield
+    finally:
+        for tensor, data in zip(tensors, own, strict=True):
+            tensor.data = data
 
 
 def _reason_against(module: Any, arguments: dict[str, Any]) -> str:

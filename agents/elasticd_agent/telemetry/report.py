@@ -1,0 +1,383 @@
+"""The cost of weeks of jobs, from the event logs of their nodes: goodput, faults by cause, node and rank. Pure.
+
+Each node's log goes through a `JobTimeline`. What its split of the time grows by from one line to the next counts once
+for each worker of that node: worker seconds add up over jobs and nodes of any size. Lost time belongs to the first
+round that was published after the fault. Several nodes log the same round: their lines make one fault.
+
+Times come from the logs' own splits and are never computed from two nodes' clocks. Clocks are compared for one purpose:
+to see whether two lines are of the same run, for which a minute is close enough. A log that begins in the middle, ends
+in the middle, or was continued by another process gives what it has; a line without a split of the time counts as
+untimed, and the job says so.
+
+A fault is named once by its round, and costs what all workers of the job have lost until the next step beyond the last
+one. Whom it is charged to follows from what was logged: nodes that were lost, else the ranks of a verdict, else the
+first failure of that round. If several are to blame, each gets an equal share, so sums stay sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from elasticd_agent.model import log_events as events
+from elasticd_agent.model.log_events import LogLine, TimeSplit
+from elasticd_agent.telemetry.timeline import JobTimeline, RoundStatus
+
+CLOCKS_S = 60.0
+"""The clocks of two nodes may differ by this much; a larger difference means another run."""
+MAX_TIMELINES = 20_000
+"""Nodes of jobs. Anybody's job can write a log with any number of names."""
+MAX_RUNS = 1000
+"""Runs of one job id whose failures are told apart."""
+NO_RESTART = "no restart"
+"""The cause of time that was lost at the end of a job: no round followed the fault."""
+
+
+@dataclass(slots=True)
+class WorkerTime:
+    """Seconds of workers: an hour of eight of them is eight hours."""
+
+    useful: float = 0.0
+    lost: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.useful + self.lost + self.idle
+
+    @property
+    def goodput(self) -> float | None:
+        """The useful share of the time, None without any."""
+        return self.useful / self.total if self.total > 0 else None
+
+    def add(self, other: WorkerTime | TimeSplit, factor: float = 1.0) -> None:
+        self.useful += factor * other.useful
+        self.lost += factor * other.lost
+        self.idle += factor * other.idle
+
+    def numbers(self) -> dict[str, float | None]:
+        """The sums in seconds, as JSON has them."""
+        goodput = self.goodput
+        return {
+            "worker_seconds": round(self.total, 1),
+            "useful_seconds": round(self.useful, 1),
+            "lost_seconds": round(self.lost, 1),
+            "idle_seconds": round(self.idle, 1),
+            "goodput": None if goodput is None else round(goodput, 4),
+        }
+
+
+@dataclass(slots=True)
+class _Fault:
+    """The reason for a round that was not planned."""
+
+    round: int
+    at: float
+    cause: str
+    failed_round: int
+    failed_since: float  #: when that round began
+    nodes: tuple[str, ...] = ()  #: nodes that were lost
+    lost_s: float = 0.0  #: worker seconds
+    recovery_s: float | None = None
+    counts: bool = True  #: it happened in the time of the report
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    at: float
+    round: int
+    places: tuple[tuple[str, int], ...]  #: nodes and ranks; none where a hang has no single cause
+
+
+@dataclass(slots=True)
+class _NodeLog:
+    """One node's part in one run of a job."""
+
+    timeline: JobTimeline
+    at: float = 0.0  #: of the newest line that was timed
+    seen: TimeSplit = field(default_factory=TimeSplit)
+    workers: int = 0
+    unweighed: WorkerTime = field(default_factory=WorkerTime)  #: before its first workers
+    time: WorkerTime = field(default_factory=WorkerTime)
+    fault: _Fault | None = None  #: the newest one
+    failed: bool = False  #: a failure was logged, and no round yet after it
+    unassigned_s: float = 0.0  #: lost time of workers before the next round
+
+
+@dataclass(slots=True)
+class _Job:
+    time: WorkerTime = field(default_factory=WorkerTime)
+    nodes: set[str] = field(default_factory=set)
+    faults: dict[tuple[int, str, int], _Fault] = field(default_factory=dict)  #: by round, cause and time
+    failures: dict[int, list[_Failure]] = field(default_factory=dict)
+    at: float = 0.0
+    outcome: tuple[float, str] | None = None  #: when its newest node ended, and how
+    saves: int = 0
+    save_s: float = 0.0
+    untimed: int = 0  #: lines without a split of the time
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Faults of one kind."""
+
+    faults: int = 0
+    lost_s: float = 0.0
+    recoveries: list[float] = field(default_factory=list)
+    causes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, fault: _Fault, share: float = 1.0) -> None:
+        self.lost_s += share * fault.lost_s
+        if fault.counts:
+            self.faults += 1
+            self.causes[fault.cause] = self.causes.get(fault.cause, 0) + 1
+            if fault.recovery_s is not None:
+                self.recoveries.append(fault.recovery_s)
+
+
+@dataclass(slots=True)
+class Report:
+    """Feed it the lines of each log in order. `since`: unix time; what happened before it does not count."""
+
+    since: float = 0.0
+    oldest: float | None = None
+    newest: float | None = None
+    left_out: int = 0  #: lines of more than MAX_TIMELINES nodes of jobs
+    _logs: dict[tuple[str, str], _NodeLog] = field(default_factory=dict)
+    _jobs: dict[str, _Job] = field(default_factory=dict)
+    _nodes: dict[str, WorkerTime] = field(default_factory=dict)
+
+    def feed(self, line: LogLine) -> None:
+        """Take one line. The lines of a log come in their order; logs may come one after the other."""
+        if not line.job or isinstance(line.event, events.ScalarsEvent):
+            return  # an agent's own log; a script's numbers
+        key = line.job, line.node
+        log = self._logs.get(key)
+        if log is None and len(self._logs) >= MAX_TIMELINES:
+            self.left_out += 1
+            return
+        if log is None or _begins_run(log.timeline, line.event):
+            if log is not None:
+                self._close(log, self._jobs[line.job])
+            log = self._logs[key] = _NodeLog(JobTimeline())
+        job = self._jobs.setdefault(line.job, _Job())
+        if line.wall >= self.since:
+            self.oldest = line.wall if self.oldest is None else min(self.oldest, line.wall)
+            self.newest = line.wall if self.newest is None else max(self.newest, line.wall)
+            job.nodes.add(line.node)
+        self._feed(log, job, line)
+
+    def _feed(self, log: _NodeLog, job: _Job, line: LogLine) -> None:
+        """Take a line of a known run: its event, and by how much its time has grown."""
+        event, at, previous = line.event, line.wall, log.timeline.newest()
+        was_lost = log.timeline.time.state == "lost"
+        log.timeline.feed(line)
+        grown = self._growth(log, job, line)
+        job.at = max(job.at, at)
+        match event:
+            case events.RoundPublishedEvent():
+                self._on_round(log, job, at, previous)
+            case events.WorkerExitedEvent(rank=rank, requested=False) if event.exit_code != 0:
+                log.failed = True
+                _note(job, _Failure(at, event.round, ((line.node, rank),)))
+            case events.HangDetectedEvent(action="restart"):
+                log.failed = True
+                _note(job, _Failure(at, event.round, tuple(zip(event.nodes, event.ranks, strict=False))))
+            case events.FirstStepEvent(recovery_seconds=float(seconds)) if log.fault is not None:
+                if log.fault.recovery_s is None and log.fault.round == event.round:
+                    log.fault.recovery_s = seconds
+            case events.CheckpointSavedEvent(seconds=seconds) if at >= self.since:
+                newest = log.timeline.newest()
+                job.saves += 1
+                job.save_s += seconds * (newest.world_size if newest is not None else 0)
+            case events.JobEndedEvent(outcome=outcome):
+                if job.outcome is None or outcome != "left" or not _same_time(at, job.outcome[0]):
+                    job.outcome = at, outcome
+        self._weigh(log, line, grown, was_lost=was_lost)
+
+    def _growth(self, log: _NodeLog, job: _Job, line: LogLine) -> WorkerTime:
+        """The time that the node's split grew by, as far as it is since the begin of the report."""
+        grown, at = WorkerTime(), line.wall
+        if line.event.spent is None:
+            job.untimed += 1
+            return grown
+        # A process that continues the log counts from its own begin, not from where the one before it had ended.
+        began = max(at - line.event.spent.total, log.at)
+        part = 1.0 if began >= self.since else max(0.0, at - self.since) / max(at - began, 1e-9)
+        grown.add(log.timeline.time, part)
+        grown.add(log.seen, -part)
+        log.seen, log.at = log.timeline.time, at
+        return grown
+
+    def _on_round(self, log: _NodeLog, job: _Job, at: float, previous: RoundStatus | None) -> None:
+        """Begin to charge lost time to the fault that this round follows, if it follows one."""
+        newest = log.timeline.newest()
+        assert newest is not None
+        log.failed, log.fault = False, None
+        if not newest.planned or log.unassigned_s:
+            failed, since = (previous.round, previous.at) if previous is not None else (0, at)
+            fault = _Fault(newest.round, at, newest.kind, failed, since, newest.lost_nodes)
+            fault.counts = at >= self.since and not newest.planned
+            log.fault = _merged(job, fault)
+            log.fault.lost_s += log.unassigned_s
+            log.unassigned_s = 0.0
+
+    def _weigh(self, log: _NodeLog, line: LogLine, grown: WorkerTime, *, was_lost: bool) -> None:
+        """Count the time for each of the node's workers, and what is lost for the fault that it belongs to."""
+        before = log.workers
+        if isinstance(line.event, events.GroupStartedEvent):
+            log.workers = len(line.event.ranks)
+        if not log.workers:
+            log.unweighed.add(grown)
+            return
+        weighed = WorkerTime()
+        weighed.add(grown, before or log.workers)
+        weighed.add(log.unweighed, log.workers)
+        log.unweighed = WorkerTime()
+        log.time.add(weighed)
+        self._jobs[line.job].time.add(weighed)
+        self._nodes.setdefault(line.node, WorkerTime()).add(weighed)
+        published = isinstance(line.event, events.RoundPublishedEvent)
+        if log.fault is not None and (published or (was_lost and not log.failed)):
+            log.fault.lost_s += weighed.lost
+        else:
+            log.unassigned_s += weighed.lost
+
+    def _close(self, log: _NodeLog, job: _Job) -> None:
+        """The run has ended, or the log ends here: a fault that no round followed."""
+        newest = log.timeline.newest()
+        if newest is not None and (log.failed or log.unassigned_s > 0):
+            fault = _Fault(newest.round + 1, log.at, NO_RESTART, newest.round, newest.at, counts=log.at >= self.since)
+            _merged(job, fault).lost_s += log.unassigned_s
+            log.failed, log.unassigned_s = False, 0.0
+
+    def document(self, now: float) -> dict[str, Any]:
+        """All of it, for --json and for the page. The largest losses are first."""
+        for (name, _), log in self._logs.items():
+            self._close(log, self._jobs[name])
+        causes: dict[str, _Sum] = {}
+        nodes: dict[str, _Sum] = {}
+        ranks: dict[tuple[str, int, str], _Sum] = {}
+        jobs: dict[str, _Sum] = {}
+        for name, job in self._jobs.items():
+            for fault in job.faults.values():
+                if not (fault.counts or fault.lost_s):
+                    continue
+                causes.setdefault(fault.cause, _Sum()).add(fault)
+                jobs.setdefault(name, _Sum()).add(fault)
+                places = _places(fault, job.failures.get(fault.failed_round, ()))
+                for node, rank in places:
+                    nodes.setdefault(node, _Sum()).add(fault, 1 / len(places))
+                    if rank is not None:
+                        ranks.setdefault((name, rank, node), _Sum()).add(fault, 1 / len(places))
+        total = WorkerTime()
+        for job in self._jobs.values():
+            total.add(job.time)
+        shown = {name: job for name, job in self._jobs.items() if job.nodes}
+        return {
+            "since": self.since or None,
+            "until": now,
+            "oldest": self.oldest,
+            "newest": self.newest,
+            **total.numbers(),
+            "faults": sum(one.faults for one in causes.values()),
+            "saves": sum(job.saves for job in self._jobs.values()),
+            "save_seconds": round(sum(job.save_s for job in self._jobs.values()), 1),
+            "left_out_lines": self.left_out,
+            "causes": _sorted({"cause": cause, **_numbers(one)} for cause, one in causes.items()),
+            "nodes": _sorted(
+                {"node": node, **self._nodes.get(node, WorkerTime()).numbers(), **_blamed(nodes.get(node, _Sum()))}
+                for node in {**self._nodes, **nodes}
+            ),
+            "ranks": _sorted(
+                {"job": name, "rank": rank, "node": node, **_blamed(one)} for (name, rank, node), one in ranks.items()
+            ),
+            "jobs": _sorted(
+                {
+                    "job": name,
+                    "nodes": sorted(job.nodes),
+                    **job.time.numbers(),
+                    "faults": jobs.get(name, _Sum()).faults,
+                    "saves": job.saves,
+                    "save_seconds": round(job.save_s, 1),
+                    "outcome": _outcome(job),
+                    "newest": job.at,
+                    "is_timed": not job.untimed,
+                }
+                for name, job in shown.items()
+            ),
+        }
+
+
+def _begins_run(timeline: JobTimeline, event: events.LogEvent) -> bool:
+    """True for the first round of another run with the same id and node, whose numbers begin anew."""
+    newest = timeline.newest()
+    if newest is None or not isinstance(event, events.RoundPublishedEvent):
+        return False
+    return event.round < newest.round or (event.round == newest.round and timeline.ended_at is not None)
+
+
+def _outcome(job: _Job) -> str | None:
+    """The end of the job; None while other nodes continue what this one has left."""
+    return job.outcome[1] if job.outcome is not None and job.at <= job.outcome[0] + CLOCKS_S else None
+
+
+def _note(job: _Job, failure: _Failure) -> None:
+    """Note it. Of one round only the first failure counts: the others follow from it."""
+    noted = job.failures.setdefault(failure.round, [])
+    for index, one in enumerate(noted):
+        if _same_time(one.at, failure.at):
+            noted[index] = min(one, failure, key=lambda each: each.at)
+            return
+    if len(noted) < MAX_RUNS:
+        noted.append(failure)
+
+
+def _same_time(one: float, other: float) -> bool:
+    return abs(one - other) <= CLOCKS_S
+
+
+def _merged(job: _Job, fault: _Fault) -> _Fault:
+    """The same fault as another node has logged it, or this one."""
+    minute = int(fault.at // CLOCKS_S)
+    for near in (minute, minute - 1, minute + 1):
+        one = job.faults.get((fault.round, fault.cause, near))
+        if one is not None and _same_time(one.at, fault.at):
+            one.counts = one.counts or fault.counts
+            return one
+    job.faults[fault.round, fault.cause, minute] = fault
+    return fault
+
+
+def _places(fault: _Fault, failures: Sequence[_Failure]) -> Sequence[tuple[str, int | None]]:
+    """The nodes and ranks at fault: those that were lost, else those of the verdict, else of the first failure."""
+    if fault.nodes:
+        return [(node, None) for node in fault.nodes]
+    found = [one for one in failures if fault.failed_since - CLOCKS_S <= one.at <= fault.at + CLOCKS_S]
+    return min(found, key=lambda one: one.at).places if found else ()
+
+
+def _numbers(one: _Sum) -> dict[str, Any]:
+    """The sums of a kind of fault, as JSON has them."""
+    return {
+        "faults": one.faults,
+        "lost_seconds": round(one.lost_s, 1),
+        "recovery_seconds": round(median(one.recoveries), 2) if one.recoveries else None,
+    }
+
+
+def _blamed(one: _Sum) -> dict[str, Any]:
+    """The sums of a node or a rank that was at fault, as JSON has them."""
+    return {"faults_of_it": one.faults, "cost_seconds": round(one.lost_s, 1), "causes": one.causes}
+
+
+def _sorted(rows: Any) -> list[Mapping[str, Any]]:
+    """Rows with the largest cost first, then by name."""
+
+    def key(row: Mapping[str, Any]) -> tuple[float, list[str]]:
+        cost = row["cost_seconds"] if "cost_seconds" in row else row["lost_seconds"]
+        return -cost, [str(value) for value in row.values()]
+
+    return sorted(rows, key=key)

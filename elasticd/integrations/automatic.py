@@ -1,0 +1,138 @@
+"""Callbacks without a line in the script, for `elasticd run --integrate auto`.
+
+The launcher calls `integrate` when the script has imported a framework's module. From then on `Trainer.train` and
+`Trainer.fit` add the callback that the script could add itself, with its defaults. A trainer that has one is left
+alone, as are a version that is not known and a trainer that the callback refuses; the reason is one sentence on rank 0.
+
+A script without a line does not ask `session.should_stop`. After a stop the training ends early, and what follows would
+take the unfinished model for the result: the process ends there, as it does under torchrun.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from elasticd.errors import UsageError
+from elasticd.integrations import check_ranks
+
+KNOWN = {"transformers": 5, "lightning": 2, "pytorch_lightning": 2}
+"""The major versions that tests/frameworks has tried."""
+
+
+def integrate(module: Any) -> None:
+    """Let the framework of this module, which has just been imported, add its callback."""
+    package = module.__name__.partition(".")[0]
+    if package == "accelerate":
+        _wrap(module.Accelerator, "prepare", _prepare)
+        return
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = "of no version"
+    if found.partition(".")[0] != str(KNOWN[package]):
+        say(f"{package} {found} is left alone: {package} {KNOWN[package]} is known")
+    elif package == "transformers":
+        _wrap(module.Trainer, "train", _train)
+    else:
+        _wrap(module.Trainer, "fit", _fit)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let `around(original, self, …)` stand for a method of the class."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return around(original, self, *args, **options)
+
+    setattr(owner, name, method)
+
+
+def _train(original: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    from torch.utils.data import IterableDataset
+
+    from elasticd.integrations.transformers import ElasticdCallback
+
+    if any(isinstance(callback, ElasticdCallback) for callback in trainer.callback_handler.callbacks):
+        return original(trainer, *args, **options)
+    try:
+        if isinstance(trainer.train_dataset, IterableDataset) or trainer.train_dataset is None:
+            raise UsageError("its training data is a stream")
+        elastic = ElasticdCallback(trainer)
+    except UsageError as error:
+        say(f"Trainer is left alone: {error}")
+        return original(trainer, *args, **options)
+    # A subclass may have come here from a `train` of its own, which must not begin again.
+    elastic._original["train"] = functools.partial(original, trainer)
+    trainer.add_callback(elastic)
+    result = elastic._train(*args, **options)
+    _end_if_stopped(elastic.session)
+    return result
+
+
+def _fit(
+    original: Callable[..., Any], trainer: Any, model: Any, train_dataloaders: Any = None, *args: Any, **options: Any
+) -> Any:
+    from torch.utils.data import DataLoader
+
+    from elasticd.integrations.lightning import ElasticdCallback
+    from elasticd.integrations.loader import ElasticLoader, batches_of
+
+    if isinstance(train_dataloaders, ElasticLoader) or any(
+        isinstance(callback, ElasticdCallback) for callback in trainer.callbacks
+    ):
+        return original(trainer, model, train_dataloaders, *args, **options)
+    try:
+        if not isinstance(train_dataloaders, DataLoader):
+            raise UsageError("fit(model, loader) is given no DataLoader for training")
+        accumulates, size = trainer.accumulate_grad_batches, batches_of(train_dataloaders).batch_size
+        elastic = ElasticdCallback(size * accumulates * trainer.world_size)
+        elastic.setup(trainer)
+        check_ranks(trainer.world_size, elastic.session.world_size, "Trainer", "give Trainer(devices=, num_nodes=)")
+        loader = elastic.loader(train_dataloaders, size if accumulates > 1 else None)
+    except UsageError as error:
+        say(f"Lightning's Trainer is left alone: {error}")
+        return original(trainer, model, train_dataloaders, *args, **options)
+    trainer.callbacks.append(elastic)
+    result = original(trainer, model, loader, *args, **options)
+    _end_if_stopped(elastic.session)
+    return result
+
+
+def _prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
+    from torch.utils.data import DataLoader
+
+    # Trainer's own calls come from transformers; an ElasticDataLoader is no DataLoader.
+    caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
+    if caller != "transformers" and any(isinstance(one, DataLoader) for one in args) and not _is_elastic(args):
+        say(
+            "Accelerate is left alone: its loop is the script's, and counts epochs from 0 after a restart; "
+            "ElasticDataLoader and loader.epochs() are three lines (elasticd docs frameworks)"
+        )
+    return original(accelerator, *args, **options)
+
+
+def _is_elastic(args: tuple[Any, ...]) -> bool:
+    from elasticd.integrations.loader import ElasticLoader
+
+    return any(isinstance(one, ElasticLoader) for one in args)
+
+
+def _end_if_stopped(session: Any) -> None:
+    """The script asks nobody whether the training has ended early."""
+    if session.should_stop:
+        say(f"the job stops at step {session.steps}: the script ends here, before it takes the model for finished")
+        session.close()
+        sys.exit(0)
+
+
+@functools.cache
+def say(text: str) -> None:
+    """Print a sentence on rank 0, once."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"elasticd: --integrate auto: {text}", file=sys.stderr, flush=True)

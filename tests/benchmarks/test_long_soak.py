@@ -1,0 +1,57 @@
+"""benchmarks/long_soak.py: what it makes of its minutes, and a run that is stopped and continued."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import long_soak
+from tests.multihost.net import missing
+
+
+def minutes(count: int, growth: float, segment: int = 1, **more: Any) -> list[dict[str, Any]]:
+    """`growth` of an agent's 100 MB an hour, after a first hour in which it gets them; of another node anything."""
+    found = []
+    for minute in range(1, count + 1):
+        resident = 1e8 * (min(minute, 60) / 60 + growth * max(0, minute - 60) / 60)
+        processes = {"7": ["n1", "agent", resident, 20], "8": ["n2", "agent", 1e8 * minute, minute]}
+        line = {"segment": segment, "minute": minute, "seconds": 60.0, "faults": {"drain": 2}, "jobs": 1, "steps": 10}
+        found.append({**line, "lost": 0, "breaches": 0, "processes": processes, "disk": {"n1": 1e6, "n2": 5e6}, **more})
+    return found
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.05])
+def test_growth_is_that_after_the_first_hour(growth: float) -> None:
+    middle, memory, descriptors = long_soak.growth(minutes(180, growth))["agent"]
+    assert memory == pytest.approx(growth / (1 + growth), abs=0.002)
+    assert (round(middle / 1e8, 1), descriptors) == (pytest.approx(1 + growth, abs=0.06), 0.0)
+
+
+def test_table_sums_up_all_parts() -> None:
+    told = long_soak.table([*minutes(90, 0.0), *minutes(30, 0.0, segment=2, breaches=1)])
+    for row in ("hours | 2.0, in 2 parts", "faults | 240: 240 × drain", "jobs that ended | 120", "breaches | 30"):
+        assert f"| {row} |" in told
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)  # twice: agents start, a fault, all jobs end
+def test_stopped_run_is_continued(tmp_path: Path) -> None:
+    if why := missing():
+        pytest.skip(why)
+    command = [sys.executable, "-m", "benchmarks.long_soak", "--directory", str(tmp_path), "--seed", "1"]
+    for part in (1, 2):
+        with subprocess.Popen([*command, "--hours", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+            assert run.stderr is not None and run.stdout is not None
+            struck = next(line for line in run.stderr if line.split()[1:2] == [b"1"])
+            run.send_signal(signal.SIGTERM)
+            told, rest = run.stdout.read().decode(), run.stderr.read().decode()
+        assert run.returncode == 0, f"{struck!r}{rest}{told}"
+        assert {line["segment"] for line in long_soak.read(tmp_path)} == set(range(1, part + 1))
+        assert f"in {part} parts" in told
+    assert sorted(os.listdir(tmp_path)) == ["minutes.jsonl", "soak.png"]
