@@ -496,7 +496,8 @@ def test_worker_waits_for_its_own_gpu_only(warm: Node, nvml: Nvml) -> None:
     second = warm.group_started()
     assert (second.number, second.held_ranks, second.warm) == (2, (1,), True)
     wait_for(lambda: warm.ran() == 3, "worker that runs")
-    assert procfs.state(second.pids[1]) == "S"
+    wait_for(lambda: procfs.state(second.pids[1]) == "S", "worker that is held")
+    assert warm.ran() == 3
     warm.end(2)
     warm.start(3, (0, 1))
     third = warm.group_started()
