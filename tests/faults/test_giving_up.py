@@ -134,7 +134,7 @@ def test_crash_of_a_plain_script_always_at_one_step(job: StartJob) -> None:
 def test_script_that_refuses_a_smaller_world(nodes: Callable[[str], Nodes]) -> None:
     """After one refused round the job waits for the old size: until a node joins, or for --replace-timeout."""
     both = nodes("1:2")
-    flags = ["--replace-timeout", "30s", "--rdzv-conf", "last_call_timeout=30"]
+    flags = ["--replace-timeout", "300s", "--rdzv-conf", "last_call_timeout=30"]
     agents = [both.agent(name, "fixed.py", "2", "400", flags=flags, warm=True) for name in "ab"]
     lost, kept = agents
     kept.event("first_step", round=1)
