@@ -30,7 +30,7 @@ from elasticd_agent.system.processes import process as endings
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PF_KTHREAD = 0x00200000  # linux/sched.h
 _MARK = f"TESTS_OF_ELASTICD={os.getpid()}.{time.monotonic_ns()}"  # not ELASTICD_…: daemons keep those from jobs
-_WAIT_S = float(os.environ.get("LEAK_WAIT_S", "5"))
+_WAIT_S = float(os.environ.get("LEAK_WAIT_S", "20"))
 _SHM = Path("/dev/shm")
 _BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
 _FOREIGN: set[str] = set()  # processes seen to be others': they need not be looked at before and after every test

@@ -9,10 +9,26 @@ from typing import Any
 
 import pytest
 
+from elasticd_agent.system.network import http_server
+from elasticd_daemon.api import local, node_files
+from elasticd_daemon.dashboard import routes
 from tests.daemon.node import AgentNode
 from tests.etcd import EtcdServers, etcd_servers
 
 MakeNode = Callable[..., AgentNode]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents' servers within this process: a machine that stands still for seconds must cost no answer."""
+    for module, name in (
+        (http_server, "_LINGER_S"),
+        (local, "STATUS_TIMEOUT_S"),
+        (node_files, "PEER_TIMEOUT_S"),
+        (node_files, "SUPPLEMENT_TIMEOUT_S"),
+        (routes, "PAGE_TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, name, 30.0)
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ class AgentNode:
     def steps(self, rank: int = 0) -> list[tuple[int, int]]:
         """(round, step) of every step that rank finished here."""
         path = self.work / f"steps-{rank}"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
         return [(int(round_), int(step)) for round_, step, *_ in (line.split() for line in lines if line)]
 
     def wait_for_step(self, step: int, rank: int = 0, within: float = 60.0) -> None:
@@ -253,7 +253,7 @@ class AgentNode:
         """True while the job's runner, or what it started, is there."""
         return alive.is_locked(self.files(job, number).lock)
 
-    def assert_gone(self, within: float = 15.0) -> None:
+    def assert_gone(self, within: float = 60.0) -> None:
         """No process is left of it, nor shared memory of its runners."""
         deadline = time.monotonic() + within
         while left := self.processes():

@@ -23,7 +23,7 @@ from elasticd_daemon.api.client import AgentClient, client_context
 from elasticd_daemon.api.local import LocalJobs
 from elasticd_daemon.api.peers import Peers
 from elasticd_daemon.api.routes import ApiRoutes
-from elasticd_daemon.api.server import REQUEST_TIMEOUT_S, ApiServer
+from elasticd_daemon.api.server import ApiServer
 from elasticd_daemon.api.service import JobService
 from elasticd_daemon.config.agent_settings import HttpSettings
 from elasticd_daemon.job_dir import JobFiles
@@ -32,7 +32,7 @@ from tests.log_lines import raw_line
 
 TOKEN = "correct-horse-battery-staple-0a4b"
 JOB = b'command = ["train.py"]\nworkdir = "/tmp"\nworkers = "1:2"\n'
-DEADLINE = 10.0
+DEADLINE = 30.0
 
 
 class Outage(MemoryStore):
@@ -61,7 +61,7 @@ class Served:
     store: Outage = field(default_factory=Outage)
     node: str = "n1"
     token: str | None = TOKEN
-    connection_s: float = REQUEST_TIMEOUT_S
+    connection_s: float = DEADLINE
     where: dict[str, Any] = field(default_factory=dict)
     answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     front: Callable[[ApiRoutes, TokenAuth, bool], Routes] = lambda api, token, tls: api

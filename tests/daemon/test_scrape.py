@@ -82,8 +82,9 @@ def test_busy_runner_keeps_its_series_for_a_while() -> None:
     assert scraper.scrape([("a", 1)]) == []
 
 
-def test_runners_are_queried_in_parallel() -> None:
-    together = threading.Barrier(3, timeout=10)
+def test_runners_are_queried_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_metrics, "SCRAPE_S", 30.0)
+    together = threading.Barrier(3, timeout=30)
 
     def ask(job: str, number: int, within_s: float) -> bytes:
         together.wait()
@@ -150,7 +151,7 @@ def test_number_of_series_is_bounded() -> None:
     )
     began = time.monotonic()
     assert len(samples(filter_samples("n1", "a", page))) == node_metrics.MAX_SERIES >= max_series(8)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_node_with_3_jobs_of_8_ranks_has_about_1000_series() -> None:

@@ -20,7 +20,7 @@ class SystemdSocket:
     def __init__(self, address: str) -> None:
         self.address = address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.settimeout(5)
+        self._socket.settimeout(30)
         self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
 
     def receive(self) -> list[str]:
@@ -33,7 +33,7 @@ class SystemdSocket:
         except BlockingIOError:
             return True
         finally:
-            self._socket.settimeout(5)
+            self._socket.settimeout(30)
 
     def close(self) -> None:
         self._socket.close()

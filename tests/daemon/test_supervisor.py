@@ -41,7 +41,7 @@ def test_killed_agent_is_restarted_and_adopts_its_runners(node: MakeNode) -> Non
     assert "the agent was killed by SIGKILL and is started again in 0 s" in n1.log
     assert parent_of(runner) == n1.pid, "a subreaper takes the orphan, as process 1 of a container does"
     assert n1.workers("one") == (worker,)
-    until(lambda: len(n1.events("node_registered")) == 2, n1.diagnostics)
+    until(lambda: len(n1.events("node_registered")) > 1, n1.diagnostics)
     n1.signal(signal.SIGHUP)
     n1.event("agent_reloaded")
     os.kill(runner, signal.SIGKILL)

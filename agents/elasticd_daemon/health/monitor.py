@@ -66,6 +66,7 @@ class HealthMonitor:
         self._checked_at = time.monotonic()
         self._closing = False
         self._queried_at = self._queried_since = self._checked_at
+        self._posted = HealthVerdict("unhealthy")
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
     def start(self, post: Callable[[HealthVerdict], None]) -> None:
@@ -117,16 +118,12 @@ class HealthMonitor:
 
     def _run(self) -> None:
         """Check when a check is due, post every change, and handle messages in between."""
-        check_at, posted = time.monotonic(), self.current()
+        check_at, self._posted = time.monotonic(), self.current()
         while True:
             if time.monotonic() >= check_at:
                 self._check()
                 check_at = time.monotonic() + self._pause_s()
-            change = self.current()
-            self._checks.report(change)
-            if (change.state, change.why) != (posted.state, posted.why):
-                self._post(change)
-                posted = change
+            self._report(self.current())
             try:
                 message = self._inbox.get(timeout=max(0.0, self._next_wakeup(check_at) - time.monotonic()))
             except queue.Empty:
@@ -134,7 +131,8 @@ class HealthMonitor:
             if message is None:
                 return
             if isinstance(message, str) and message:
-                self._save(after_job_failure(self._history, message, time.monotonic(), self._rules))
+                now = time.monotonic()
+                self._save(after_job_failure(self._history, message, now, self._rules), now)
                 continue
             if isinstance(message, NodeSettings):
                 self._checks.update(message)
@@ -155,7 +153,7 @@ class HealthMonitor:
         self._checked_at = time.monotonic()
         if self._file.was_deleted():
             self._history = HealthHistory(checks=self._history.checks, fit_since_boot=self._history.fit_since_boot)
-        self._save(after_checks(self._history, results, self._checked_at, self._rules))
+        self._save(after_checks(self._history, results, self._checked_at, self._rules), self._checked_at)
 
     def _run_checks(self, idle: bool) -> list[CheckResult]:
         """Run the checks, and the all-reduce where it has to pass first and no other fault explains its failure."""
@@ -169,11 +167,18 @@ class HealthMonitor:
             self._all_reduce_passed = results[-1].outcome != "failed"
         return results
 
-    def _save(self, history: HealthHistory) -> None:
+    def _save(self, history: HealthHistory, now: float) -> None:
         if history.streak > self._history.streak and self._settings.health.all_reduce:
             self._all_reduce_passed = False  # it has to pass once more before the node is given work
         self._history = history
         self._file.save(history, time.monotonic())
+        self._report(health_verdict(history, now))  # as of then: a cool-off may be over when a busy thread gets here
+
+    def _report(self, change: HealthVerdict) -> None:
+        self._checks.report(change)
+        if (change.state, change.why) != (self._posted.state, self._posted.why):
+            self._post(change)
+            self._posted = change
 
     def _pause_s(self) -> float:
         soon = self._history.is_unconfirmed or not self._history.fit_since_boot

@@ -55,7 +55,7 @@ FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChec
 @pytest.fixture
 def one(tmp_path: Path) -> Iterator[Served]:
     before, threads = fds(), threading.active_count()
-    made = Served(tmp_path / "it", connection_s=2.0)
+    made = Served(tmp_path / "it")
     made.announce()
     made.submit()
     made.log(1, 0, "stdout", "hello\n")

@@ -579,7 +579,7 @@ def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:
 
 def test_submissions_at_several_agents_are_limited(serve: Serve) -> None:
     one = serve(store=SlowWrites())
-    services = [replace(one.service, limit=lambda: 4, check=lambda _: met.wait(10)) for _ in range(6)]
+    services = [replace(one.service, limit=lambda: 4, check=lambda _: met.wait(60)) for _ in range(6)]
     met = threading.Barrier(len(services))  # none counts before all have come
 
     def submit(service: JobService) -> str:
@@ -647,7 +647,7 @@ def test_forged_node_record_gets_no_token(serve: Serve, tmp_path: Path, until: U
                 while True:
                     client, _ = forger.accept()
                     with client:
-                        client.settimeout(5)
+                        client.settimeout(30)
                         received.append(client.recv(1 << 16))
 
         thread = threading.Thread(target=listen)
@@ -660,9 +660,9 @@ def test_forged_node_record_gets_no_token(serve: Serve, tmp_path: Path, until: U
         asks = [api.get(f"/v1/jobs/llama{path}") for path in ("", "/logs", "/logs?node=n2", "/explain", "/steps")]
         asks += [api.post("/v1/jobs/llama/dump")]
         assert len(asks) == 6
-        until(lambda: len(received) >= 5, 5)
+        until(lambda: len(received) >= 5, 30)
         forger.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join(30)
     assert n1.token is not None
     for data in received:
         assert n1.token.encode() not in data

@@ -57,7 +57,7 @@ class FollowerThread:
         except KeyboardInterrupt:
             self.error = "interrupted"
 
-    def wait(self, within: float = 10.0) -> bool:
+    def wait(self, within: float = 30.0) -> bool:
         self._thread.join(within)
         return not self._thread.is_alive()
 
@@ -104,19 +104,19 @@ def test_missing_log_gives_the_agents_sentence(one: Served) -> None:
 
 def test_follow_through_all_rounds_to_the_end(one: Served, until: Until) -> None:
     reading = FollowerThread(one, replace(ALL, follow=True))
-    until(lambda: reading.waits > 2, 10)
+    until(lambda: reading.waits > 2, 30)
     assert reading.answers == ["running: runs"] or reading.answers == ["starting: runs"], reading.answers
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     one.log(1, 0, "stdout", "one\n")
-    until(lambda: reading.out.getvalue() == b"one\n", 10)
+    until(lambda: reading.out.getvalue() == b"one\n", 30)
     one.log(1, 0, "stdout", "two, ")
     one.log(1, 0, "stderr", "!\n")
-    until(lambda: reading.out.getvalue() == b"one\ntwo, " and reading.err.getvalue() == b"!\n", 10)
+    until(lambda: reading.out.getvalue() == b"one\ntwo, " and reading.err.getvalue() == b"!\n", 30)
     one.log(1, 0, "stdout", "last words of round 1\n")
     # The rank has no part in round 2, and is back in round 3.
     one.log(2, 1, "stdout", "somebody else's\n")
     one.log(3, 0, "stdout", "three\n")
-    until(lambda: reading.out.getvalue().endswith(b"three\n"), 10)
+    until(lambda: reading.out.getvalue().endswith(b"three\n"), 30)
     assert reading.out.getvalue() == b"one\ntwo, last words of round 1\nthree\n"
     one.log(3, 0, "stdout", "and out\n")
     end(one)
@@ -128,7 +128,7 @@ def test_a_pending_job_is_called_so_once(one: Served, until: Until) -> None:
     one.announce()
     one.place("llama", 1, reason="pending: needs 1 node")
     reading = FollowerThread(one, replace(ALL, follow=True))
-    until(lambda: reading.answers, 10)
+    until(lambda: reading.answers, 30)
     reading.stop()
     assert reading.answers == ["pending: needs 1 node"]
 
@@ -181,12 +181,12 @@ def test_last_lines_of_a_cancelled_job_are_awaited(one: Served, until: Until) ->
     one.log(1, 0, "stdout", "one\n")
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     reading = FollowerThread(one, replace(ALL, follow=True))
-    until(lambda: reading.out.getvalue() == b"one\n", 10)
+    until(lambda: reading.out.getvalue() == b"one\n", 30)
     assert one.unix().post("/v1/jobs/llama/cancel").code == 200
     waits = reading.waits
-    until(lambda: reading.waits > waits + 5, 10)
+    until(lambda: reading.waits > waits + 5, 30)
     one.log(1, 0, "stdout", "checkpoint saved\n")
-    until(lambda: reading.out.getvalue().endswith(b"saved\n"), 10)
+    until(lambda: reading.out.getvalue().endswith(b"saved\n"), 30)
     one.announce()
     assert reading.wait()
 
@@ -195,9 +195,9 @@ def test_rotated_log_continues(one: Served, until: Until) -> None:
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     path = one.log(1, 0, "stdout", "a long line of words\n")
     reading = FollowerThread(one, replace(ALL, follow=True))
-    until(lambda: reading.out.getvalue() == b"a long line of words\n", 10)
+    until(lambda: reading.out.getvalue() == b"a long line of words\n", 30)
     path.write_text("new\n")
-    until(lambda: reading.out.getvalue() == b"a long line of words\nnew\n", 10)
+    until(lambda: reading.out.getvalue() == b"a long line of words\nnew\n", 30)
     reading.stop()
     assert reading.error == "interrupted"
 
@@ -208,17 +208,17 @@ def test_outage_while_following_is_logged_once_and_bounded(
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     one.log(1, 0, "stdout", "one\n")
     reading = FollowerThread(one, replace(ALL, follow=True))
-    until(lambda: reading.out.getvalue() == b"one\n", 10)
+    until(lambda: reading.out.getvalue() == b"one\n", 30)
     one.store.is_down = True
-    until(lambda: reading.answers, 10)
+    until(lambda: reading.answers, 30)
     waits = reading.waits
-    until(lambda: reading.waits > waits + 5, 10)
+    until(lambda: reading.waits > waits + 5, 30)
     one.log(1, 0, "stdout", "two\n")
-    monkeypatch.setattr(following, "RETRY_S", 0.1)  # of what is asked from now on
     one.store.is_down = False
-    until(lambda: reading.out.getvalue() == b"one\ntwo\n", 10)
+    until(lambda: reading.out.getvalue() == b"one\ntwo\n", 30)
+    monkeypatch.setattr(following, "RETRY_S", 0.1)  # of what is asked from now on
     waits = reading.waits
-    until(lambda: reading.waits > waits + 1, 10)
+    until(lambda: reading.waits > waits + 1, 30)
     assert len(reading.answers) == 1
     assert "retrying" in reading.answers[0]
     one.store.is_down = True

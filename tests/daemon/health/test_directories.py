@@ -6,7 +6,6 @@ import ctypes
 import os
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,18 +181,13 @@ def dead(tmp_path: Path) -> Iterator[DeadMount]:
 
 
 @needs_root
-def test_dead_mount_costs_one_process_over_many_runs(
-    node: Node, dead: DeadMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elasticd_daemon.health.checks.DIRECTORY_TIMEOUT_S", 0.3)
+def test_dead_mount_costs_one_process_over_many_runs(node: Node, dead: DeadMount) -> None:
     node.with_health(directories=(dead.path, node.directory))
-    began = time.monotonic()
     found = node.run()
-    assert time.monotonic() - began < 5
     assert found[f"disk {node.directory}"].outcome == "passed"
     reading = found[f"disk {dead.path}"]
     assert reading.outcome == "failed"
-    assert reading.why.startswith("no result within 0.3 s")
+    assert reading.why.startswith("no result within 5 s")
     assert dead.requested, "nobody asked the dead mount"
     assert "survives SIGKILL (state D in " in reading.why
     pid = int(reading.why.partition("process ")[2].split()[0])

@@ -25,7 +25,7 @@ def doctor(node: Node, *argv: str, config: str = "") -> subprocess.CompletedProc
         [sys.executable, "-m", "elasticd_agent", "doctor", "--config", str(path), *argv],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         env=environ,
     )
 

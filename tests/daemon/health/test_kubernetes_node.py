@@ -153,7 +153,7 @@ def test_health_follows_the_node_and_reports_failures_of_jobs(
     monkeypatch.setattr(monitor, "RECHECK_S", 0.1)
     health = HealthSettings(
         kubernetes="report", every_s=0.1, all_reduce=False, disk_free_min_bytes=1, plugins_dir=tmp_path / "none",
-        cooloff_s=2.0, strikes=1,
+        cooloff_s=0.3, strikes=1,
     )  # type: ignore[arg-type]  # fmt: skip
     (tmp_path / "state").mkdir()
     settings = NodeSettings(node="gpu-7", state_dir=tmp_path / "state", health=health)
@@ -170,7 +170,7 @@ def test_health_follows_the_node_and_reports_failures_of_jobs(
         until(lambda: posted[-1].state == "healthy", "the end of the quarantine")
         assert len(api.patches) == 1, "no echo of the others' condition"
         watched.record_job_failure("rank 3 is hung in an all-reduce")
-        until(lambda: len(api.patches) > 1, "our condition")  # which a busy machine may read after its end
+        until(lambda: len(api.patches) > 1, "our condition")
         ours = api.patches[1]["status"]["conditions"][0]
         assert (ours["type"], ours["status"]) == (CONDITION, "True")
         assert "rank 3 is hung in an all-reduce" in ours["message"]

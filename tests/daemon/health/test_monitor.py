@@ -171,11 +171,9 @@ def test_failure_cool_off_and_its_end_are_posted_once(opened: Opened, looks: Scr
     looks.finds = [failed("a", "full")]
     assert states(inbox, 1) == ["unhealthy"]
     looks.finds = [passed("a", "")]
-    began = time.monotonic()
     cooling = inbox.get(timeout=PATIENCE_S)
-    assert (cooling.state, 0 < cooling.left_s <= 0.3) == ("quarantined", True)
+    assert (cooling.state, cooling.left_s) == ("quarantined", pytest.approx(0.3))
     assert states(inbox, 1) == ["healthy"]
-    assert time.monotonic() - began < 5
     assert inbox.empty()
 
 
@@ -228,7 +226,7 @@ def test_all_reduce_before_registration_and_after_failures(
 
 
 def test_restarted_agent_keeps_the_history(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
-    rules = (2, 30.0, 60.0)
+    rules = (2, 3000.0, 6000.0)
     first = opened(rules=rules, all_reduce=True)
     assert states(inbox, 1) == ["healthy"]
     first.close()
@@ -244,7 +242,7 @@ def test_restarted_agent_keeps_the_history(opened: Opened, looks: ScriptedCheckS
     third = opened(rules=rules)
     ok, why = verdict(third)
     assert (ok, "root cause 2 times" in why) == (False, True)
-    assert 25 < third.current().left_s <= 30
+    assert 2900 < third.current().left_s <= 3000
     third.close()
     looks.hangs = False
     fourth = opened(rules=rules, boot="another", all_reduce=True)
@@ -265,7 +263,7 @@ def test_running_jobs_survive_a_lost_history(opened: Opened, looks: ScriptedChec
 def test_new_settings_count_at_once(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     health = opened(every_s=3600.0)
     assert states(inbox, 1) == ["healthy"]
-    new = settings(0.05, False, 1, 9.0)
+    new = settings(3600.0, False, 1, 9.0)
     looks.finds = [failed("a", "full")]
     health.update(new)
     assert states(inbox, 1) == ["unhealthy"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -40,13 +39,16 @@ def test_first_line_of_output_is_the_reason(node: Node, script: str, outcome: st
 )
 def test_hanging_plugin_is_killed_at_its_deadline(node: Node, script: str) -> None:
     node.plugin("10-hangs", script)
-    node.plugin("20-well", "echo well")
-    began = time.monotonic()
-    found = node.with_health(plugin_timeout_s=0.3).run()
-    assert found["plugin 10-hangs"].why == "no result within 0.3 s"
-    assert 0.3 <= found["plugin 10-hangs"].seconds < 10
-    assert found["plugin 20-well"].why == "well"
-    assert time.monotonic() - began < 20
+    found = node.with_health(plugin_timeout_s=0.3).run()["plugin 10-hangs"]
+    assert found.why == "no result within 0.3 s"
+    assert 0.3 <= found.seconds < 30
+
+
+def test_hanging_plugin_delays_no_other(node: Node) -> None:
+    node.plugin("10-hangs", f"until [ -e {node.tmp}/well ]; do sleep 0.01; done; echo both ran")
+    node.plugin("20-well", f": > {node.tmp}/well; echo well")
+    found = node.run()
+    assert (found["plugin 10-hangs"].why, found["plugin 20-well"].why) == ("both ran", "well")
 
 
 def test_children_of_a_plugin_are_killed(node: Node) -> None:
@@ -61,8 +63,9 @@ def test_children_of_a_plugin_are_killed(node: Node) -> None:
         echo done""",
     )
     assert node.run()["plugin 10-forks"].why == "done"
-    left = [pid for pid in pids.read_text().split() if Path("/proc", pid).exists()]
-    assert (len(pids.read_text().split()), left) == (4, [])
+    started = pids.read_text().split()
+    assert len(started) == 4
+    until(lambda: not any(Path("/proc", pid).exists() for pid in started), "end of the plugin's children")
 
 
 def test_plugin_environment_is_clean(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +86,8 @@ def test_plugin_environment_is_clean(node: Node, monkeypatch: pytest.MonkeyPatch
 def test_parallel_plugins_are_limited(node: Node) -> None:
     log = node.tmp / "log"
     for number in range(9):
-        node.plugin(f"{number}-p", f"echo + >> {log}; sleep 0.2; echo - >> {log}")
+        meets = f"until [ $(grep -c + {log}) -ge 4 ]; do sleep 0.01; done"
+        node.plugin(f"{number}-p", f"echo + >> {log}; {meets}; sleep 0.2; echo - >> {log}")
     assert all(reading.outcome != "failed" for reading in node.run().values())
     running, most = 0, 0
     for sign in log.read_text().split():
@@ -158,7 +162,7 @@ def test_cancelled_run_leaves_no_process(node: Node) -> None:
         process.stdin.flush()
         until(lambda: pid.exists() and pid.read_text().strip(), "plugin")
         process.stdin.close()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     until(lambda: not Path("/proc", pid.read_text().strip()).exists(), "end of the plugin")
 
 

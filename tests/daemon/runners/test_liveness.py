@@ -25,6 +25,7 @@ from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.spawn import Account
 from elasticd_daemon.runners.spec import MAX_EXIT_BYTES, RunnerExit, RunnerSpec, read_exit, read_spec, write_exit
 from tests.daemon.health.test_directories import DeadMount, needs_root
+from tests.daemon.node import until
 
 
 def made(state: Path, job: str, number: int = 1) -> JobFiles:
@@ -177,7 +178,7 @@ def test_dead_file_system_does_not_delay_the_search_for_a_locks_owner(tmp_path: 
             target=lambda: found.append(alive.processes_with_lock(tmp_path / "lock", os.getuid())), daemon=True
         )
         search.start()
-        search.join(10)
+        search.join(60)
         assert found == [([os.getpid()], True)]
         os.close(there)
         os.close(lock)
@@ -206,10 +207,11 @@ def test_only_the_job_users_lock_keepers_are_killed(open_state: Path, monkeypatc
         os.truncate(files.lock, 0)
         os.close(fd)
         try:
-            assert Path(f"/proc/{by['setuid'].pid}/status").read_text().split("Uid:\t")[1].startswith("65534\t0\t")
+            status = Path(f"/proc/{by['setuid'].pid}/status")  # Popen may be back a moment before exec has set it
+            until(lambda: status.read_text().split("Uid:\t")[1].startswith("65534\t0\t"), "the user to be root")
             assert runners.adopt() == []
             assert [runners.poll(time.monotonic()) for _ in range(2)] == [[], []]
-            assert [by[name].wait(10) for name in ("user", "setuid")] == [-signal.SIGKILL] * 2
+            assert [by[name].wait(60) for name in ("user", "setuid")] == [-signal.SIGKILL] * 2
             assert [by[name].poll() for name in ("root", "other")] == [None] * 2
         finally:
             for process in by.values():
@@ -234,7 +236,7 @@ def test_silent_runner_with_damaged_files_can_be_stopped(tmp_path: Path, monkeyp
         assert "may use any slot" in lines[0]
         assert runners.request_stop("mine", 1, "cancelled", 5.0)
         ended = list(runners.poll(time.monotonic()))  # it may take effect at once
-        runner.wait(10)
+        runner.wait(60)
         ended += runners.poll(time.monotonic())
         assert [end.key for end in ended] == [("mine", 1)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pwd
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from select import select
 
 import pytest
 
@@ -188,7 +190,7 @@ import os, signal, sys, time
 def parent(pid):
     return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
 print("looking", flush=True)
-until = time.monotonic() + 20
+until = time.monotonic() + 100
 while time.monotonic() < until:
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -216,15 +218,21 @@ def stops_our_children() -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
 def test_jobs_user_cannot_delay_the_agent_that_starts_it(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_anyones_python(monkeypatch)
-    files, account = somebodys_folders(open_place), spawning.Account.of("nobody")
-    with stops_our_children() as attack, open(files.lock, "w") as lock:
-        runner = run_within(15, lambda: spawning.spawn(files, lock.fileno(), account, StoreSecrets()))
-        try:
-            stopped = int(attack.stdout.readline())
-            assert stopped != runner.pid, "the runner can be stopped as itself, its keeper cannot"
-        finally:
-            runner.kill()
-            runner.wait(30)
+    account = spawning.Account.of("nobody")
+    with stops_our_children() as attack:
+        for number in itertools.count(1):  # until one has not ended before it was seen
+            files = somebodys_folders(open_place, number)
+            with open(files.lock, "w") as lock:
+                runner = run_within(60, lambda: spawning.spawn(files, lock.fileno(), account, StoreSecrets()))  # noqa: B023
+            try:
+                until(lambda: runner.poll() is not None or select([attack.stdout], [], [], 0)[0], "a process to stop")  # noqa: B023
+                if runner.returncode is None:
+                    stopped = int(attack.stdout.readline())
+                    assert stopped != runner.pid, "the runner can be stopped as itself, its keeper cannot"
+                    break
+            finally:
+                runner.kill()
+                runner.wait(30)
         until(lambda: not lives(stopped), "the runner to end with its keeper")
 
 
