@@ -29,7 +29,7 @@ from tests.etcd import Authority, EtcdServers, etcd_servers
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 20.0
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -179,13 +179,13 @@ def test_expired_signed_token_is_renewed(tmp_path: Path, until: Until) -> None:
         _survives_its_token(etcd, until)
 
 
-def test_password_is_checked_once_however_long_it_takes() -> None:
+def test_password_is_checked_once_however_long_it_takes(until: Until) -> None:
     """bcrypt on a busy server takes longer than a caller waits. What is asked anew each time is never answered."""
-    asked: list[float] = []
+    asked, waited_for = list[bytes](), threading.Event()
 
     def authenticate(request: bytes, context: object) -> bytes:
-        asked.append(time.monotonic())
-        time.sleep(1.0)
+        asked.append(request)
+        waited_for.wait(SOON_S)
         return bytes(rpc.AuthenticateResponse(token="token").SerializeToString())
 
     def read(request: bytes, context: object) -> bytes:
@@ -197,19 +197,16 @@ def test_password_is_checked_once_however_long_it_takes() -> None:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(f"etcdserverpb.{service}", handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    failed = 0
     try:
         with opened([("127.0.0.1", port)], user="agent", password="secret", timeout_s=0.3) as store:
-            while time.monotonic() < (asked[0] if asked else time.monotonic()) + 3.0:
-                try:
-                    assert store.read("job/k") is None
-                    break
-                except StoreUnavailable:
-                    failed += 1
-            assert store.read("job/k") is None
+            assert not answers(store) and not answers(store), "callers wait no longer than they may"
+            until(lambda: asked, SOON_S)
+            assert not answers(store)
+            waited_for.set()
+            until(lambda: answers(store), SOON_S)
     finally:
+        waited_for.set()
         server.stop(None)
-    assert failed >= 2, "callers wait no longer than they may"
     assert len(asked) == 1
 
 
@@ -305,7 +302,7 @@ def test_silent_port_is_an_outage(authority: Authority) -> None:
     with something_else(None) as endpoints:
         for tls in (None, authority.client()):
             took: list[float] = []
-            while not took or (took[-1] > 0.8 and len(took) < 3):  # a slow machine has three tries
+            while not took or (took[-1] > 0.8 and len(took) < 10):  # a slow machine has ten tries
                 with opened(endpoints, timeout_s=0.5, tls=tls) as store:
                     began = time.monotonic()
                     with pytest.raises(StoreUnavailable):

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,14 +55,20 @@ def test_name_that_becomes_known_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wait_for_a_name_is_repeated_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join, "RESOLVE_RETRY_S", 0.05)
-    monkeypatch.setattr(join, "REMIND_S", 0.2)
-    lines: list[str] = []
+    now, lines = [100.0], list[str]()
+
+    def resolve(endpoints: object, given: object) -> str:
+        raise StoreUnavailable("the name is not known")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(join, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(join, "local_address", resolve)
     with pytest.raises(StoreUnavailable):
-        wait_for_route(spec("nowhere.invalid"), 1.0, lambda: False, lines.append)
-    assert 2 <= len(lines) <= 6
-    assert all("nowhere.invalid:29400 cannot be resolved: the name is not known" in line for line in lines)
-    assert [line.endswith("s so far") for line in lines] == [False] + [True] * (len(lines) - 1)
+        wait_for_route(spec("store.example"), 70.0, lambda: False, lines.append)
+    said = "the name is not known; retrying for 70 s"
+    assert lines == [said, f"{said}, 30 s so far", f"{said}, 60 s so far"]
 
 
 def test_unknown_name_is_an_outage_after_the_join_timeout() -> None:
@@ -105,8 +112,9 @@ def test_address_without_a_free_thread() -> None:
         threading.stack_size(before)
 
 
-def test_directory_id_being_written_by_another_node(tmp_path: Path) -> None:
+def test_directory_id_being_written_by_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that another node is just naming has the same name here."""
+    monkeypatch.setattr(join, "DIRECTORY_ID_S", 60.0)
     path = tmp_path / ".directory-id"
     path.touch()
     other = threading.Timer(0.1, path.write_text, ["theirs"])

@@ -23,6 +23,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.job import preflight
 from elasticd_agent.telemetry.event_log import EventLog
+from tests.etcd import free_ports
 
 
 @pytest.fixture
@@ -154,10 +155,10 @@ def test_event_log_in_a_future_log_directory(here: Path) -> None:
 @pytest.mark.parametrize("option", ["--master-port", "--metrics-port"])
 def test_port_in_use(here: Path, option: str) -> None:
     """A port in use is said."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is in use"):
-            check(here, option, port, "train.py")
+    port = str(*free_ports(1))
+    in_use = pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is in use")
+    with socket.create_server(("127.0.0.1", int(port))), in_use:
+        check(here, option, port, "train.py")
     check(here, option, port, "train.py")
 
 

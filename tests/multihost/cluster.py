@@ -29,7 +29,7 @@ LINEAGE = Path(__file__).with_name("lineage.py")
 """The same with a Session: it goes back to checkpoints, can be held, and keeps a record of what it trained on."""
 
 _PORTS = {"etcd": 2379, "c10d": 29400}
-_LEFT_S = 5.0
+_LEFT_S = 30.0
 """So long the last processes of an agent that has ended may take to go."""
 
 

