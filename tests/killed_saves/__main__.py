@@ -119,12 +119,19 @@ def main() -> int:
         importlib.import_module(name)
     from tests.killed_saves.damage import KINDS, check
     from tests.killed_saves.situations import SITUATIONS
+    from tests.killed_saves.writer import HANDOVERS
+    from tests.killed_saves.writer import check as kill_writer
 
     failed = 0
     with tempfile.TemporaryDirectory() as base:
         for situation in SITUATIONS:
             if not options.names or situation.name in options.names:
                 row = kill(situation, Path(base), options.kills)
+                failed += bool(row["wrong"])
+                print(json.dumps(row), flush=True)
+        for handover in HANDOVERS:
+            if not options.names or f"writer: {handover.name}" in options.names:
+                row = kill_writer(handover, Path(base, "writer"), options.kills)
                 failed += bool(row["wrong"])
                 print(json.dumps(row), flush=True)
         for kind in KINDS:

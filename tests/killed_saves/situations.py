@@ -7,6 +7,7 @@ the newest one that is there must be restored, bit for bit, without a word about
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -29,6 +30,7 @@ from tests.library.conftest import free_port
 Tell = Callable[[str], None]
 _NAME = re.compile(r"r(\d+)-s(\d+)(\.again)?")
 _TOKEN = re.compile(r"\.[0-9a-f]+(?=\.(staging|trash))")
+NO_WRITER = contextlib.nullcontext("")
 _FOREIGN = re.compile(r"(ELASTICD|TORCHELASTIC)_.*|RANK|WORLD_SIZE|LOCAL_.*|GROUP_.*|MASTER_.*")
 
 
@@ -41,6 +43,7 @@ class Place:
     rank: int = 0
     ranks: int = 1
     port: int = 0
+    writer: str = ""  #: the socket of the launcher's writer
 
     @property
     def events(self) -> Path:
@@ -61,6 +64,8 @@ class Script:
         ours = {"ROUND": place.round, "JOB": "job", "RUN": "run", "CHECKPOINT_DIR": place.directory}
         os.environ |= {f"ELASTICD_{name}": str(value) for name, value in ours.items()}
         os.environ["ELASTICD_WORKER_EVENTS"] = str(place.events)
+        if place.writer:
+            os.environ |= {"ELASTICD_WRITER": f"{place.rank}/{place.ranks}:{place.writer}", "GROUP_RANK": "0"}
         if place.ranks > 1:
             group = {"RANK": place.rank, "LOCAL_RANK": place.rank, "LOCAL_WORLD_SIZE": place.ranks}
             server = {"WORLD_SIZE": place.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.port}
@@ -215,18 +220,20 @@ SITUATIONS = [
 ]
 
 
-def places(directory: Path, round: int, ranks: int) -> list[Place]:
+def places(directory: Path, round: int, ranks: int, writer: str = "") -> list[Place]:
     port = free_port() if ranks > 1 else 0
-    return [Place(directory, round, rank, ranks, port) for rank in range(ranks)]
+    return [Place(directory, round, rank, ranks, port, writer) for rank in range(ranks)]
 
 
-def bodies(situation: Situation, directory: Path, round: int, life: Callable[[Script], None]) -> list[Any]:
+def bodies(
+    situation: Situation, directory: Path, round: int, life: Callable[[Script], None], writer: str = ""
+) -> list[Any]:
     def body(place: Place, tell: Tell) -> None:
         script = Script(place, tell, situation.keep if round > 1 else 9)
         life(script)
         script.session.close()
 
-    return [functools.partial(body, place) for place in places(directory, round, situation.ranks)]
+    return [functools.partial(body, place) for place in places(directory, round, situation.ranks, writer)]
 
 
 def content(directory: Path) -> str:
@@ -286,7 +293,12 @@ def prepare(situation: Situation, directory: Path) -> Expected:
     return Expected({name: digest for name, digest in present.items() if name not in situation.damaged})
 
 
-def judge(situation: Situation, directory: Path, expected: str) -> str:
+def judge(
+    situation: Situation,
+    directory: Path,
+    expected: str,
+    writer: contextlib.AbstractContextManager[str] = NO_WRITER,
+) -> str:
     """What is wrong with what fresh processes restore and how they go on, "" if nothing is."""
 
     def life(script: Script) -> None:
@@ -297,7 +309,8 @@ def judge(situation: Situation, directory: Path, expected: str) -> str:
         script.save()
 
     base = situation if situation.damaged else Situation(situation.name, life, ranks=situation.ranks, keep=1)
-    told = run(bodies(base, directory, 3, life))
+    with writer as socket:
+        told = run(bodies(base, directory, 3, life, socket))
     lines = [list(map(json.loads, each.splitlines())) for each in told]
     restored = " ".join(each[0]["restored"] for each in lines).strip()
     if restored != expected:

@@ -24,6 +24,8 @@ _OPTIONS = 1 | 2 | 4 | 8 | 1 << 20  # SYSGOOD, FORK, VFORK, CLONE, EXITKILL
 _WALL = 0x40000000
 _ENTRY, _EXIT = 1, 2
 _RDX = 12 * 8
+Prefix = str | tuple[str, ...]
+"""Of the paths of what counts as the directory."""
 MARK = signal.SIGRTMIN + 7
 CALLS = {
     1: "write", 2: "open", 3: "close", 18: "pwrite64", 20: "writev", 40: "sendfile", 74: "fsync", 75: "fdatasync",
@@ -73,7 +75,7 @@ class Call:
     def name(self) -> str:
         return CALLS.get(self.number, f"call {self.number}")
 
-    def changes(self, directory: str) -> bool:
+    def changes(self, directory: Prefix) -> bool:
         """It may change what is there."""
         is_open = self.name in ("open", "openat")
         return (
@@ -83,7 +85,7 @@ class Call:
             and not (is_open and not self.flags & (os.O_CREAT | os.O_TRUNC))
         )
 
-    def is_write(self, directory: str) -> bool:
+    def is_write(self, directory: Prefix) -> bool:
         return self.name in _WRITES and self.size > 1 and self.paths[0].startswith(directory)
 
 
@@ -99,7 +101,7 @@ class Trace:
     changes: list[Call] = field(default_factory=list)
     """Calls that may have changed the directory, in the order in which they were done."""
 
-    def points(self, directory: str) -> list[Point]:
+    def points(self, directory: Prefix) -> list[Point]:
         """All points of a run that was not killed."""
         found, counted = [], dict.fromkeys(range(len(self.codes)), 0)
         for call in self.calls:
@@ -152,7 +154,7 @@ def run(bodies: Sequence[Callable[[Callable[[str], None]], None]]) -> list[str]:
 
 def trace(
     bodies: Sequence[Callable[[Callable[[str], None]], None]],
-    directory: str,
+    directory: Prefix,
     point: Point | None = None,
     on_change: Callable[[Call | None], None] = lambda call: None,
     done: Trace | None = None,
@@ -186,7 +188,7 @@ class _Tracer:
         pids: list[int],
         done: Trace,
         point: Point | None,
-        directory: str,
+        directory: Prefix,
         on_change: Callable[[Call | None], None],
     ) -> None:
         self._pids, self._done, self._point = pids, done, point

@@ -25,6 +25,18 @@ def test_kill_at_any_call_and_damage_of_any_file_cost_nothing_committed(start: A
     assert rows[-1]["damages"] > 20
 
 
+@pytest.mark.system
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not tracer.supported, reason="the tracer knows the system calls of x86_64")
+def test_kill_of_the_launchers_writer_at_any_call_costs_no_state(start: Any) -> None:
+    names = [f"writer: {handover}" for handover in ("a worker's state that prunes", "sharded: the workers' states")]
+    job = start(str(PROGRAM), "--kills", "30", *names, world_size=1)
+    assert job.codes(timeout=500) == [0], (job.ranks[0].folder / "out").read_text() + job.ranks[0].errors()
+    rows = [json.loads(line) for line in (job.ranks[0].folder / "out").read_text().splitlines()]
+    assert [row["wrong"] for row in rows] == [[]] * len(names)
+    assert all(row["killed"] >= 30 and row["points"] > 300 and row["directories"] >= 5 for row in rows)
+
+
 def test_commit_of_a_file_that_is_not_durable_is_a_breach() -> None:
     """The check of the order of calls would find a missing fsync."""
 
