@@ -16,6 +16,7 @@ import gc
 import os
 import pickle
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -30,6 +31,8 @@ from typing import Any
 import msgspec
 import pytest
 from _pytest.runner import runtestprotocol
+
+from elasticd_agent.system.processes.process import PR_SET_PDEATHSIG, prctl
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINTS = ("elasticd/checkpointing/state", "elasticd/checkpointing/storage")
@@ -242,6 +245,7 @@ def _in_child(function: Callable[[], Any]) -> Any:
     with tempfile.TemporaryFile() as file:
         if (child := os.fork()) == 0:
             status = FAILED
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             try:
                 pickle.dump(function(), file)
                 status = 0

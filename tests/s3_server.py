@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from elasticd_agent.system.processes.process import PR_SET_PDEATHSIG, prctl
+
 BUCKET = "bucket"
 KEY = "AKIA-of-a-test"
 _WRONG = b"<Error><Code>InvalidAccessKeyId</Code><Message>The key you provided does not exist</Message></Error>"
@@ -140,6 +142,7 @@ class S3:
 
 
 def main(port: int) -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # tests that are killed close nothing
     import boto3
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server

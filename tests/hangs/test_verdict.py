@@ -58,6 +58,15 @@ def test_one_rank_with_progress_prevents_suspicion() -> None:
     assert reason_to_suspect(report(done), POLICY) is None
 
 
+def test_long_wait_beside_progress_is_suspected_in_time_for_evidence() -> None:
+    def beside_progress(seconds: float) -> str | None:
+        waiting = replace(WAITS, idle_s=seconds, waiting_s=seconds)
+        return reason_to_suspect(report(waiting, replace(SLEEPS, idle_s=0.1, waiting_s=0.1)), POLICY)
+
+    assert beside_progress(21.9) is None
+    assert beside_progress(22.0) == "rank 0 on a (step 117) waits for other ranks for 22.0 s; the limit is 25 s"
+
+
 def test_no_suspicion_without_any_step() -> None:
     assert reason_to_suspect(report(*aged(1e6, WAITS, SLEEPS), deadline_s=0), POLICY) is None
 

@@ -477,6 +477,28 @@ def test_wrong_credentials(s3: S3, nodes: Any, monkeypatch: pytest.MonkeyPatch) 
     disconnect()
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "no"), "access denied (no)"),
+        (PermissionError("not yours\nat all"), "access denied (not yours)"),
+        (ImportError(" no codec\n"), "no codec"),
+        (ImportError(), "ImportError"),
+    ],
+)
+def test_error_of_a_store_is_one_line(
+    error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refuses:
+        def cat_file(self, _: str) -> bytes:
+            raise error
+
+    monkeypatch.setattr("fsspec.filesystem", lambda *_, **__: Refuses())
+    with pytest.raises(ObjectStoreError) as raised:
+        ObjectStore(resolve("s3://bucket/run", str(tmp_path)), "s3://bucket/run").read("r1-s1")
+    assert str(raised.value) == f"s3://bucket/run: {said}"
+
+
 def test_no_such_bucket(s3: S3, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no bucket for s3://other/prefix"):
         command(["list", "s3://other/prefix"])

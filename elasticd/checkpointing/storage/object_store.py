@@ -151,7 +151,7 @@ class ObjectStore:
         data = self._get(_OWNER)
         try:
             owner: JsonObject = json.loads(data or b"{}")
-            return owner if not owner or {"job", "run", "host", "superseded"} <= owner.keys() else {}
+            return owner if {"job", "run", "host", "superseded"} <= owner.keys() else {}
         except (ValueError, AttributeError):
             return {}  # overwritten by hand
 
