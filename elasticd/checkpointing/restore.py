@@ -11,8 +11,8 @@ that have been tried.
                      be read from their nodes
     read, send       it can read the state                     who sends it, to whom           there are several ranks
     sent, opened     it has received the state                 who still lacks it              a node's memory lacks it
-    draws/N          its random state is known                 use it, or reject it            not on the disk,
-                                                                                               several nodes
+    draws/N          its random state is known; those that     use it, or reject it; which     not on the disk,
+                     it has sent to ranks that have moved      have been sent                  several nodes
     placed/N         it can receive each tensor                use it, reject it, or raise     ranks hold the state
     loaded,          it has loaded the state                   all have, or all raise          always
     restored
@@ -162,6 +162,8 @@ class Restore:
         self._opener = StateOpener(context, self._directory, self.opened, self._held)
         self._holder = holder
         self._process = ProcessState(context, self.opened, None if holder is None else holder.held)
+        self._moved: RandomState | None = None
+        """This rank's random state, from the node where it was."""
 
     def resume(self) -> Resumed | None:
         choice = self._choose()
@@ -293,24 +295,44 @@ class Restore:
     def _agree_on_draws(self, choice: Choice, attempt: int) -> bool:
         """No rank on another node than the donor has died in the step after it had drawn what nobody knows: with other
         numbers the ranks of a script that draws alike would diverge.
+
+        The node where a rank was has its random state. Where the rank has another node now, the first rank of that node
+        sends it.
         """
-        rank, world_size = self._context.group.rank, self._context.group.world_size
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world_size:
+        context, key = self._context, f"random/{attempt}"
+        rank, world_size, local_rank = context.group.rank, context.group.world_size, context.environment.local_rank
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if local_size == world_size:
             return True
-        own = ""
+        here = range(rank - local_rank, rank - local_rank + local_size)
+        why, states = "", {}
         with contextlib.suppress(Exception):  # loading says what is wrong
             saved = self.opened.load()[training_state.RESERVED]
-            if rank < len(saved["rng"]) and saved["rng"][rank] is None:
-                try:
-                    self._recorded_random_state(choice, saved)
-                except CheckpointError as error:
-                    own = str(error)
-        reject = functools.partial(self._chooser.reject_held, choice, below=choice.step)
-        if self._agree_on_use(f"draws/{attempt}", "whether its random state is known", own, reject):
-            return True
-        if self._context.environment.local_rank == 0:
+            lacking = [other for other, state in enumerate(saved["rng"][:world_size]) if state is None]
+            for other in lacking:
+                if other == rank or (local_rank == 0 and other not in here):
+                    try:
+                        states[other] = self._recorded_random_state(choice, saved, other)
+                    except CheckpointError as error:
+                        why = why or str(error)
+        sent = [other for other, state in states.items() if state is not None and other != rank]
+        for other in sent:
+            context.channel.put(f"{key}/{other}", training_state.to_bytes(states[other]))
+        word: Message = {"why": why, "sent": sent}
+
+        def decide(words: list[Message]) -> Message:
+            why = next(filter(None, (answer["why"] for answer in words)), "")
+            if why:
+                self._chooser.reject_held(choice, why, below=choice.step)
+            return {"why": why, "sent": [other for answer in words for other in answer["sent"]]}
+
+        agreed = context.agree(f"draws/{attempt}", "whether its random state is known", word, decide)
+        if rank in agreed["sent"]:
+            self._moved = training_state.from_bytes(context.channel.read(f"{key}/{rank}", "its random state"))
+            context.channel.delete(f"{key}/{rank}")
+        if agreed["why"] and local_rank == 0:
             step_files.refuse([(choice.manifest.round, choice.number)])
-        return False
+        return not agreed["why"]
 
     def _agree_on_use(self, key: str, what: str, own: str, reject: Callable[[str], None]) -> bool:
         """No rank has a reason against the choice; rank 0 rejects it for the first reason that there is."""
@@ -408,7 +430,7 @@ class Restore:
             return [f"{counts}: there is no random state for rank {rank}, which keeps its own"]
         if (own := every_rank[rank]) is not None:
             return notes + training_state.set_random_state(own, group.device)
-        if (own := self._recorded_random_state(choice, saved)) is None:
+        if (own := self._recorded_random_state(choice, saved, rank) or self._moved) is None:
             lost = f"the random state of rank {rank} at step {choice.step} is lost: it draws other numbers from here on"
             return [*notes, lost]
         notes += training_state.set_random_state(own, group.device)
@@ -416,14 +438,14 @@ class Restore:
             step_files.keep_random_state(rank, choice.step, group.device)
         return notes
 
-    def _recorded_random_state(self, choice: Choice, saved: Mapping[str, Any]) -> RandomState | None:
-        """This rank's random state, if its process of that round was on this node; None if nothing is known. A donor on
+    def _recorded_random_state(self, choice: Choice, saved: Mapping[str, Any], rank: int) -> RandomState | None:
+        """A rank's random state, if its process of that round was on this node; None if nothing is known. A donor on
         another node has not had it. Raises CheckpointError if the process had died in the step, and may have drawn
         more.
         """
         if "ELASTICD_HEARTBEAT" not in os.environ:
             return None
-        rank, step, round = self._context.group.rank, choice.step, choice.manifest.round
+        step, round = choice.step, choice.manifest.round
         buffers = [holder[key] for _, (holder, key) in step_files.buffers(self._attached)]
         own = list(filter(step_files.on_host, buffers))
         record = committed_state.RankRecord(rank, step, own, round)
