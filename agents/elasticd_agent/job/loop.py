@@ -382,6 +382,9 @@ class JobLoop:
                 self._monitor.exited(event.rank)
             case messages.WorkerExited(number) if number in self._kill_at:
                 self._saved_last = True  # it has ended by the signal, as by Ctrl-C, and without a checkpoint
+            case messages.PeerLost(messages.WorkerExited(number, rank)) if number in self._kill_at:
+                # Ranks stop together, and one has ended alone: the others would wait for the next round.
+                self._end_stop(number, f"rank {rank} lost its peers before all had stopped: saved and killed")
             case messages.FlushStarted(size) if size > LARGE_STATE_BYTES:
                 if isinstance(self.phase, messages.Flushing) and self.phase.failed:
                     what = f"the newest state in memory ({size / 1e9:.1f} GB)"
@@ -397,12 +400,16 @@ class JobLoop:
             self._timers = [at for at in self._timers if at > now]
             self._events.append(messages.TimerExpired(now))
         for number in [number for number, at in self._kill_at.items() if at <= now]:
-            del self._kill_at[number]
-            self._listener.log(f"round {number}: the workers did not stop in time and are killed")
-            self._saved_last = True
-            self._events.extend(self.workers.signal(number, signal.SIGKILL, save=True))
+            self._end_stop(number, "the workers did not stop in time and are killed")
         if (at := self._monitor.next_observation) is not None and now >= at:
             self._observe(now)
+
+    def _end_stop(self, number: int, why: str) -> None:
+        """Kill what has not stopped, once the state of its last step is in memory."""
+        del self._kill_at[number]
+        self._listener.log(f"round {number}: {why}")
+        self._saved_last = True
+        self._events.extend(self.workers.signal(number, signal.SIGKILL, save=True))
 
     # --- actions --------------------------------------------------------------------------------------------------
 

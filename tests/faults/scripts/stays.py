@@ -1,13 +1,17 @@
-"""Trains by `session.run`; each step writes its samples before it is summed. `newcomer` is what a process does that
-runs ahead of its round: "" enters; "fails" raises an error; "waits" does not come to its entry.
+"""Trains by `session.run`; each step writes its samples before it is summed. `how` is what a process does that runs
+ahead of its round: "" enters; "fails" raises an error and "dies" is killed, once the others have trained beside it;
+"waits" does not come to its entry; "stands" says that it is there, and never begins a round. With "ends" the last rank
+ends by SIGTERM, wherever it is, and not by `should_stop`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 import faults
 import torch
@@ -20,12 +24,23 @@ SAMPLES, BATCH = 1200, 12
 how, epochs = sys.argv[1], int(sys.argv[2])
 if "ELASTICD_NEWCOMER" in os.environ:
     faults.write("newcomers", f"{os.getpid()}\n")
-if how and "ELASTICD_NEWCOMER" in os.environ:
+    faults.write("newcomers-at", f"{time.monotonic()}\n")
+if how and how != "ends" and "ELASTICD_NEWCOMER" in os.environ:
     faults.write("newcomer", how)
     if how == "waits":
         time.sleep(600)
-    raise OSError("no licence left")
+    if how != "stands":
+        others = Path(faults.WORK / "steps-0")
+        before = others.stat().st_size
+        while others.stat().st_size < before + 50:
+            time.sleep(0.01)
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "fails":
+        raise OSError("no licence left")
 session = elasticd.init()
+if how == "stands" and "ELASTICD_NEWCOMER" in os.environ:
+    session._launch.released = lambda: time.sleep(600)
 torch.manual_seed(1)
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -49,7 +64,9 @@ def train() -> None:
             loss.backward()
             optimizer.step()
             session.step()
-            faults.write(f"steps-{session.rank}", f"{session.round} {session.steps}\n")
+            faults.write(f"steps-{session.rank}", f"{session.round} {session.steps} {time.monotonic()}\n")
+            if how == "ends" and session.rank == session.world_size - 1:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(0.01)
             if session.should_stop:
                 return
