@@ -184,6 +184,8 @@ def test_worker_that_dies_while_it_is_waited_for(job: StartJob) -> None:
     os.kill(three.pids[1], signal.SIGTERM)
     assert three.node.until(GroupEnded) == GroupEnded(1, (0, 2))
     assert three.exits() == {1: "was killed by SIGTERM"}
+    why = "round 1: rank 1 was killed by SIGTERM while it left the round: a new process follows"
+    assert three.sentences.count(why) == 1
 
 
 def test_kill_without_grace_reaches_those_that_leave_and_those_that_have_left(job: StartJob) -> None:

@@ -441,7 +441,10 @@ class WorkerManager:
                 group.exited.add(report.local_rank)
                 if report.status and not group.keep:
                     group.failed.add(report.local_rank)
-                return [self._exited(group, report)]
+                exited = self._exited(group, report)
+                if isinstance(exited, WorkerExited) and report.local_rank in group.entered.intersection(group.keep):
+                    self._report_lost(exited)
+                return [exited]
             case messages.RankLostPeer(_, local_rank, text, at):
                 with suppress(ValueError, KeyError, TypeError):
                     return [self._peer_lost(group, local_rank, exit_report.decode(text.encode()), at)]
@@ -548,6 +551,12 @@ class WorkerManager:
             status = replace(status, out_of_memory=True)
         ran_s = report.at - group.started_at
         return WorkerExited(number, rank, local_rank, slot, status, raised, report.at, ran_s)
+
+    def _report_lost(self, exit: WorkerExited) -> None:
+        """Say of a worker that was to keep its process that it has ended. SIGKILL has sentences of its own."""
+        if exit.status.signal != signal.SIGKILL or exit.status.out_of_memory:
+            who = f"rank {exit.rank} {exit.status.text}"
+            self._report(f"round {exit.number}: {who} while it left the round: a new process follows")
 
     def _peer_lost(self, group: WorkerGroup, local_rank: int, raised: ExitReport, at: float) -> PeerLost:
         number, ran_s = group.round.number, at - group.started_at
