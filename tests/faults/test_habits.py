@@ -76,7 +76,7 @@ def test_healthy_script_on_two_nodes(job: StartJob, tmp_path: Path, kind: str) -
     meet += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--checkpoint-dir", str(tmp_path / "checkpoints")]
     conf = {"a": "last_call_timeout=60", "b": "last_call_timeout=60,is_host=0"}
     runs = [start(job, kind, *meet, "--node-id", n, "--rdzv-conf", conf[n], workers="1") for n in "ab"]
-    lost = until(lambda: [run for run in runs if (run.work / "fired").exists()], runs[0].report)[0]
+    lost = until(lambda: [run for run in runs if (run.work / "fired").exists()], runs[0].report, WITHIN_S)[0]
     for run in runs:
         run.faults = run.faults if run is lost else ()
     assert [run.wait(WITHIN_S) for run in runs] == [0, 0]

@@ -26,8 +26,8 @@ def test_each_rank_has_the_stream_of_its_number(nodes: Callable[[str], Nodes], t
     group, flags = nodes("2"), ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     faults = [Fault(1, 13, "SIGKILL", 1)]
     runs = [group.agent(n, "drawing.py", workers="1:2", faults=faults, flags=flags, warm=True) for n in "ab"]
-    entered = until(lambda: {at: s for at, s in digests("entered", *runs).items() if at[0] == 3}, runs[0].report)
-    until(lambda: max(digests("drawn", *runs))[2] > max(entered)[2] + 3, "steps of the third round")
+    entered = until(lambda: {at: s for at, s in digests("entered", *runs).items() if at[0] == 3}, runs[0].report, 180)
+    until(lambda: max(digests("drawn", *runs))[2] > max(entered)[2] + 3, "steps of the third round", 180)
     for run in runs:
         run.process.send_signal(signal.SIGTERM)
     lost = [run for run in runs if (run.work / "fired").exists()]
