@@ -46,7 +46,7 @@ HTML = {"Accept": "text/html,application/xhtml+xml"}
 
 
 def ask(one: Served, method: str, path: str, body: str | None = None, **headers: str) -> Reply:
-    with closing(http.client.HTTPConnection(*one.address, timeout=10)) as connection:
+    with closing(http.client.HTTPConnection(*one.address, timeout=30)) as connection:
         connection.request(method, path, body, headers | {"Connection": "close"})
         answer = connection.getresponse()
         return Reply(answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()})

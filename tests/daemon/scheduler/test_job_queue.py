@@ -33,7 +33,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Callable[[],
         endpoints = cleanup.enter_context(etcd_servers()).endpoints
 
         def client() -> Store:
-            made = EtcdStore(endpoints, timeout_s=10.0)
+            made = EtcdStore(endpoints, timeout_s=30.0)
             cleanup.callback(made.close)
             made.read("k")
             return made
@@ -62,7 +62,7 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
     start, answers = threading.Barrier(len(calls)), [None] * len(calls)
 
     def call(index: int) -> None:
-        start.wait(10)
+        start.wait(60)
         try:
             answers[index] = calls[index]()  # type: ignore[call-overload]
         except (UsageError, StoreUnavailable) as error:

@@ -462,8 +462,8 @@ def test_lost_nodes_are_dropped_from_memory() -> None:
 
 def test_two_schedulers_on_etcd(until: Until) -> None:
     with etcd_servers() as etcd:
-        stores: list[Store] = [EtcdStore(etcd.endpoints, timeout_s=10.0) for _ in range(2)]
-        one, two = (Scheduler(store, name, f"i-{name}") for store, name in zip(stores, "ab", strict=True))
+        stores: list[Store] = [EtcdStore(etcd.endpoints, timeout_s=30.0) for _ in range(2)]
+        one, two = (Scheduler(store, name, f"i-{name}", lease_s=60.0) for store, name in zip(stores, "ab", strict=True))
         try:
             status = stores[0].announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 60.0)
             assert status is not None
@@ -472,16 +472,16 @@ def test_two_schedulers_on_etcd(until: Until) -> None:
             assert two.turn(0.0) == []
             # The key goes, as at the end of its lease.
             stores[1].delete(names.SCHEDULER)
-            until(lambda: "b is the scheduler now" in two.turn(0.1), 10.0)
+            until(lambda: "b is the scheduler now" in two.turn(0.1), 60.0)
             queue.submit(stores[1], Submission("next", 0, "{}", 1, 1, 2, 2))
 
             def noticed() -> bool:
                 return "another agent is the scheduler now" in one.turn(0.2)
 
-            until(noticed, 10.0)
+            until(noticed, 60.0)
             assert not one.is_leader
             assert "next" not in {p.job for p in queue.read_view(stores[0]).placements}
-            until(lambda: "job next: runs on a (slots 2-3)" in two.turn(0.3), 10.0)
+            until(lambda: "job next: runs on a (slots 2-3)" in two.turn(0.3), 60.0)
             assert {p.job: p.assignments for p in queue.read_view(stores[0]).placements} == {
                 "llm": (SlotAssignment("a", (0, 1)),),
                 "next": (SlotAssignment("a", (2, 3)),),
