@@ -157,7 +157,7 @@ class DeadMount:
             if int(abort.parent.name) == os.minor(self._device()):
                 abort.write_text("1")
         LIBC.umount2(os.fsencode(self.path), MNT_FORCE | MNT_DETACH)
-        self._thread.join(10)
+        self._thread.join(60)
         os.close(self._fd)
 
     def _device(self) -> int:

@@ -154,7 +154,7 @@ def test_killed_agent_leaves_no_nvml_process(gpu_node: Node, nvml: Says) -> None
         asker = int(until(lambda: children.read_text().split(), "NVML process")[0])
         until(lambda: (gpu_node.tmp / "asked").exists(), "question to the driver")
         daemon.kill()
-        daemon.wait(10)
+        daemon.wait(60)
     until(lambda: procfs.state(asker) in ("", "Z"), "end of the NVML process")
 
 
