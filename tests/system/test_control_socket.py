@@ -144,7 +144,7 @@ def test_answer_in_single_bytes_ends_at_the_deadline(tmp_path: Path) -> None:
         with pytest.raises(ControlSocketError, match="no answer within"):
             send_request(tmp_path / SOCKET_NAME, {"do": "about"}, 0.3)
         assert time.monotonic() - began < WAIT_S
-        assert sent.result(WAIT_S) > 10, "it answered byte by byte"
+        assert sent.result(WAIT_S) < 100_000, "it would have answered for longer"
 
 
 def test_reply_after_caller_or_server_closed(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def start() -> Iterator[Start]:
 
     yield start
     for helper in helpers:
-        assert helper.close() == ""
+        assert helper.close(within_s=PATIENCE_S) == ""
 
 
 def soon() -> float:
@@ -94,7 +94,7 @@ def test_close_ends_the_whole_session(start: Start) -> None:
         "import json, os, time\nif (pid := os.fork()): print(json.dumps({'pid': pid}), flush=True)\ntime.sleep(600)"
     )
     child = helper.receive(soon())["pid"]
-    assert helper.close() == ""
+    assert helper.close(within_s=PATIENCE_S) == ""
     until = soon()
     while procfs.state(child) not in ("", "Z"):
         assert time.monotonic() < until
@@ -104,7 +104,7 @@ def test_close_ends_the_whole_session(start: Start) -> None:
 def test_close_with_grace_lets_a_helper_end_with_its_input(start: Start, tmp_path: Path) -> None:
     helper = start(f"import sys\nprint('{{}}', flush=True)\nsys.stdin.read()\nopen({str(tmp_path / 'ended')!r}, 'w')")
     helper.receive(soon())
-    assert helper.close(grace_s=PATIENCE_S) == ""
+    assert helper.close(PATIENCE_S, PATIENCE_S) == ""
     assert (tmp_path / "ended").exists()
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 
-DEADLINE = 10.0
+DEADLINE = 30.0
 
 
 @pytest.fixture
@@ -41,18 +41,18 @@ def test_everything_accepted_arrives_in_order(pipe: tuple[int, int]) -> None:
     assert all(outlet.put(piece) for piece in pieces)
     whole = b"".join(pieces)
     assert drain(pipe[0], len(whole)) == whole
-    assert outlet.close()
+    assert outlet.close(DEADLINE)
 
 
 def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]) -> None:
     outlet = NonBlockingWriter(pipe[1], capacity=100_000)
     begun = time.monotonic()
     accepted = sum(outlet.put(b"x" * 999 + b"\n") for _ in range(1000))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < DEADLINE
     assert 100 <= accepted <= 100_000 // 1000 + 65_536 // 1000 + 66
     assert outlet.room() < 1000
     assert not outlet.close(within=0.1), "it says that not all of it was written"
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 2 * DEADLINE
     assert drain(pipe[0], accepted * 1000) == (b"x" * 999 + b"\n") * accepted
 
 
@@ -64,7 +64,7 @@ def test_when_drained_is_called(pipe: tuple[int, int]) -> None:
     assert len(drain(pipe[0], 100_000)) == 100_000
     assert told.wait(DEADLINE)
     assert outlet.put(b"y")
-    assert outlet.close()
+    assert outlet.close(DEADLINE)
 
 
 def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int]) -> None:
@@ -77,7 +77,7 @@ def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int])
         assert outlet.put(b"x\n")
     assert outlet.broken
     assert all(outlet.put(b"x" * 100_000) for _ in range(100)), "swallowed, so nobody waits for room"
-    assert outlet.close()
+    assert outlet.close(DEADLINE)
 
 
 def test_full_disk_loses_no_later_line(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_full_disk_loses_no_later_line(tmp_path: Path) -> None:
         (own,) = {int(fd) for fd in fds} - {full.fileno()}
         os.dup2(log.fileno(), own)  # there is room again
         assert outlet.put(b"kept\n")
-        assert outlet.close()
+        assert outlet.close(DEADLINE)
         log.seek(0)
         assert log.read() == b"\n[elasticd: 10 bytes are missing here: the disk was full]\nkept\n"
 
@@ -101,22 +101,22 @@ def test_descriptor_made_non_blocking(pipe: tuple[int, int]) -> None:
     assert outlet.put(b"x" * 500_000)
     assert outlet.put(b"y")
     assert drain(pipe[0], 500_001) == b"x" * 500_000 + b"y"
-    assert outlet.close()
+    assert outlet.close(DEADLINE)
 
 
 def test_a_closed_descriptor_is_broken_from_the_start() -> None:
     outlet = NonBlockingWriter(12345)
     assert outlet.broken
     assert outlet.put(b"x")
-    assert outlet.close()
+    assert outlet.close(DEADLINE)
 
 
 def test_it_leaves_the_shared_flags_alone(pipe: tuple[int, int]) -> None:
     before = fcntl.fcntl(pipe[1], fcntl.F_GETFL)
     outlet = NonBlockingWriter(pipe[1])
     outlet.put(b"x")
-    assert outlet.close()
-    assert outlet.close()
+    assert outlet.close(DEADLINE)
+    assert outlet.close(DEADLINE)
     assert fcntl.fcntl(pipe[1], fcntl.F_GETFL) == before
 
 
@@ -126,5 +126,5 @@ def test_stdout_and_stderr_to_one_file_share_a_writer(err: int, same: bool) -> N
         "from elasticd_agent.system.nonblocking_writer import *\n"
         "out, err = open_std_writers(); out.put(b'%d\\n' % (out is err)); out.close(); err.close()"
     )
-    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, timeout=30)
+    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, timeout=60)
     assert ran.stdout == b"%d\n" % same

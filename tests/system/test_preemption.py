@@ -96,6 +96,7 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("token", "secret\n"), ("namespace", "ml")):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes, "TIMEOUT_S", 30.0)
     monkeypatch.setenv("POD_NAME", "pod-3")
 
 

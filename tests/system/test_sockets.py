@@ -22,7 +22,7 @@ def test_sent_and_received_bytes(address: str, until: Callable[[Callable[[], obj
         listening = os.fstat(server.fileno()).st_ino
         assert tcp_bytes()[listening].queued == 0
         client.sendall(b"x" * 50_000)
-        until(lambda: all(inode in tcp_bytes() and tcp_bytes()[inode].moved >= 50_000 for inode in ends), 10)
+        until(lambda: all(inode in tcp_bytes() and tcp_bytes()[inode].moved >= 50_000 for inode in ends), 20)
 
 
 def test_bytes_that_the_peer_does_not_take_are_unsent(until: Callable[[Callable[[], object], float], object]) -> None:
@@ -34,7 +34,7 @@ def test_bytes_that_the_peer_does_not_take_are_unsent(until: Callable[[Callable[
         assert tcp_bytes()[inode].queued > 0
         while sent:
             sent -= len(peer.recv(1 << 20))
-        until(lambda: tcp_bytes()[inode].queued == 0, 10)
+        until(lambda: tcp_bytes()[inode].queued == 0, 20)
 
 
 def test_bytes_that_are_not_read_are_queued(until: Callable[[Callable[[], object], float], object]) -> None:
@@ -43,9 +43,9 @@ def test_bytes_that_are_not_read_are_queued(until: Callable[[Callable[[], object
     with server, socket.create_connection(server.getsockname()) as client, server.accept()[0] as peer:
         ours, theirs = (os.fstat(end.fileno()).st_ino for end in (client, peer))
         client.sendall(b"123")
-        until(lambda: [tcp_bytes()[inode].queued for inode in (ours, theirs)] == [0, 3], 10)
+        until(lambda: [tcp_bytes()[inode].queued for inode in (ours, theirs)] == [0, 3], 20)
         client.close()
-        until(lambda: tcp_bytes()[theirs].queued == 3, 10)
+        until(lambda: tcp_bytes()[theirs].queued == 3, 20)
         assert peer.recv(3) == b"123"
         assert tcp_bytes()[theirs].queued == 0, "the end of a connection is no data"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import time
@@ -233,7 +234,7 @@ def test_memory_that_stays_is_not_waited_for(nvml: Nvml, inbox: Inbox, opened: O
     nvml.set_memory([], used=used)
     memory.track({70: ""})
     memory.check(except_pids=())
-    assert checked(inbox).seconds < 5
+    assert checked(inbox).seconds < PATIENCE_S
 
 
 def test_errors_of_the_driver_are_reported(nvml: Nvml, inbox: Inbox) -> None:
@@ -241,9 +242,8 @@ def test_errors_of_the_driver_are_reported(nvml: Nvml, inbox: Inbox) -> None:
     nvml.set_memory([], [], [])
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     memory = open_gpu_memory(("0", "1"), inbox.put, said.put)
-    wait_for(lambda: (nvml.directory / "registered").exists(), "registration for events")
-    time.sleep(0.1)  # the set was made before, and counts from there
-    assert (nvml.directory / "registered").read_text().split() == ["0", "1"]
+    path = nvml.directory / "registered"  # the set was made before, and counts from there
+    wait_for(lambda: path.exists() and path.read_text().split() == ["0", "1"], "registration for events")
     with open(nvml.directory / "events", "a") as events:
         events.write("1 8 79\n0 8 31\n")
     assert said.get(timeout=PATIENCE_S).startswith("GPU 1 had XID 79; see dmesg")
@@ -269,9 +269,9 @@ def test_nvml_process_that_cannot_start(
 @pytest.mark.parametrize(
     ("broken", "wait_s", "answer_s", "trouble"),
     [
-        ("hangs", 0.1, 0.1, "NVML did not answer within 0.2 s"),
-        ("dies", PATIENCE_S, PATIENCE_S, "the NVML process ended by itself: a crash in the driver's library?"),
-        ("init", 5.0, PATIENCE_S, "NVML: Driver Not Loaded"),
+        ("hangs", 0.1, 0.1, r"NVML did not answer within 0\.[12] s"),
+        ("dies", PATIENCE_S, PATIENCE_S, r"the NVML process ended by itself: a crash in the driver's library\?"),
+        ("init", PATIENCE_S, PATIENCE_S, "NVML: Driver Not Loaded"),
     ],
 )
 def test_driver_that_is_broken_holds_nobody_up(
@@ -283,8 +283,8 @@ def test_driver_that_is_broken_holds_nobody_up(
     memory.track({70: ""})
     memory.check(except_pids=())
     answer = checked(inbox)
-    assert answer.trouble == trouble
-    assert answer.seconds < 5.0
+    assert re.fullmatch(trouble, answer.trouble)
+    assert answer.seconds < PATIENCE_S
     if broken == "dies":
         nvml.set_memory([])
         memory.track({71: ""})
@@ -446,10 +446,11 @@ def test_memory_check_that_never_answers(node: Node, nvml: Nvml) -> None:
     first, _ = node.started(1)
     node.end(1)
     nvml.set_memory([first])
+    asked = time.monotonic()
     node.start(2)
     due = node.workers.tick(time.monotonic())
     assert due is not None
-    assert WAIT_S + ANSWER_S < due - time.monotonic() < 60
+    assert WAIT_S + ANSWER_S < due - asked < 60
     node.workers.tick(due)
     node.started(2)
     assert node.sentences[0].startswith("round 2: the check of the GPU memory did not answer")

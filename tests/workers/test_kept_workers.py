@@ -169,10 +169,10 @@ def test_worker_that_has_lost_no_peer_is_told_so(job: StartJob) -> None:
 
 def test_late_worker_is_killed_and_replaced(job: StartJob) -> None:
     three = job(late=[1])
-    assert three.end(Keep((0, 1), 0.3, "a fault")) == GroupEnded(1, (0,))
+    assert three.end(Keep((0, 1), 4.0, "a fault")) == GroupEnded(1, (0,))
     assert three.exits() == {1: "was killed by SIGKILL", 2: "was killed by SIGKILL"}
     (late,) = three.reported(messages.NotParked)
-    assert late.ranks == [1] and late.seconds >= 0.3
+    assert late.ranks == [1] and late.seconds >= 4.0
     assert re.search(r"round 1: rank 1 did not leave it within \d+\.\d s: ", three.sentences[-1])
     assert three.start(2, 0, 1, 2).kept == (0,)
 
@@ -325,7 +325,7 @@ def test_newcomer_that_hangs_ends_and_is_reported(job: StartJob) -> None:
     three.kill(1)
     three.end()
     newcomer = three.begin_ahead(1)
-    three.node.workers.tick(time.monotonic() + 599)
+    three.node.workers.tick(time.monotonic() + 300)
     assert not is_gone(newcomer)
     three.node.workers.tick(time.monotonic() + 601)
     late = NewcomerEnded(1, "did not come to session.run within 600 s", is_late=True)

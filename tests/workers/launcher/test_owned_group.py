@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from elasticd_agent.workers.launcher import owned_group
 from elasticd_agent.workers.launcher.messages import STORE_RANK, Signal
 from elasticd_agent.workers.launcher.owned_group import OwnedGroup, has_device_open, runs
+from elasticd_agent.workers.launcher.writer_process import SaveAtFault
 
 HOLDS = "import sys; file = open(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
 
@@ -38,13 +41,15 @@ def test_worker_with_a_device_gets_longer(monkeypatch: pytest.MonkeyPatch, holde
     assert not group.members_may_die(100.1 + seconds)
 
 
-def test_moment_without_a_processor_is_not_time_to_leave() -> None:
-    group = OwnedGroup(1, {})
+def test_moment_without_a_processor_is_not_time_to_leave_or_to_save() -> None:
+    group, quick = OwnedGroup(1, {}), SimpleNamespace(longest_save_s=lambda busy, lost_s: 1.0)
     group.unwinding, group.end = {6: 0}, Signal(1, 9, park_s=1.0)
-    group.unwound_at = group.looked_at = 100.0
-    late = [group.is_late(now) for now in (100.05, 103.0, 103.05, 103.2)]
-    assert late == [False] * 4
-    assert [group.is_late(now) for now in (103.4, 103.6, 103.8)] == [False, False, True]
+    saving = SaveAtFault(socket.socket(), quick, 9, 0.0)
+    group.unwound_at = group.looked_at = saving.since
+    for waits, since in ((group, saving.since), (saving, saving.since)):
+        late = [waits.is_late(since + after_s) for after_s in (0.05, 3.0, 3.05, 3.2, 3.4, 3.6, 3.8)]
+        assert late == [False] * 6 + [True]
+    saving.connection.close()
 
 
 def test_process_that_ends_does_not_run() -> None:

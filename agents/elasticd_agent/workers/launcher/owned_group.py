@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from elasticd import channel
 from elasticd_agent.system.processes.process import LEFTOVER_GRACE_S, kernel_state, session_of
 from elasticd_agent.workers.launcher.messages import STORE_RANK, Signal, UnkillableProcess
-from elasticd_agent.workers.launcher.writer_process import SaveAtFault
+from elasticd_agent.workers.launcher.writer_process import LONGEST_LOOK_S, SaveAtFault
 
 KILL_DEADLINE_S = 5.0
 """A worker that unpins and unmaps hundreds of GB takes a second or two to die. One that waits for a dead NFS server or
@@ -26,8 +26,6 @@ DEVICE_KILL_DEADLINE_S = 30.0
 """The same where a worker has an accelerator open: tearing down its contexts took up to 15 s elsewhere, and a slot that
 is given up costs the job a GPU."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-LONGEST_LOOK_S = 0.25
-"""The owner looks at a group that ends every 0.05 s, unless the machine is suspended or has no processor for it."""
 NO_FAULT_S = 5.0
 """Longer than the agent waits for the root cause of a rank's error: EXIT_WAIT_S in job/state_machine.py."""
 

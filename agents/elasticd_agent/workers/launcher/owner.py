@@ -170,7 +170,7 @@ class Owner:
             self.reap()
             for group in list(self.groups.values()):
                 self.finish(group)
-            if self.flushing is not None and time.monotonic() >= self.flushing[0].until:
+            if self.flushing is not None and self.flushing[0].is_late(time.monotonic()):
                 self.flush_saved()
 
     def receive_from_agent(self) -> None:
@@ -635,7 +635,7 @@ class Owner:
             del group.in_doubt[rank]
             with contextlib.suppress(OSError, KeyError):
                 channel.send(group.channels[rank], messages.to_message(messages.NoFault()))
-        if (saving := group.saving) is not None and now >= saving.until:
+        if (saving := group.saving) is not None and saving.is_late(now):
             self.report(messages.Unsaved(group.name, saving.unsaved or len(group.workers()), now - saving.since))
             self.saved(group, saving.signum)
         if group.is_late(now):

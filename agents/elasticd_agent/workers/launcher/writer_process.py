@@ -33,6 +33,8 @@ BUSY_FACTOR = 8
 PATIENCE_S = 3.0
 """The most that is waited for the first rank to answer. On a machine with more to do than it can a rank may get no
 processor for seconds, and without its answer all that was trained since the last save is trained again."""
+LONGEST_LOOK_S = 0.25
+"""The owner looks every 0.05 s at what it waits for, unless the machine is suspended or has no processor for it."""
 _SHORT_LIFE_S = 2.0
 _MAX_SHORT_LIVES = 3
 """A writer that ends at its start will do so again: then ranks find no writer, and write checkpoints themselves."""
@@ -163,12 +165,12 @@ class SaveAtFault:
         """Workers that stay are asked to hold their state, and no other ones."""
         self.held = 0
         """The newest step of which one of them holds the state."""
-        self.since = time.monotonic()
+        self.since = self._looked_at = time.monotonic()
         self.unsaved = 0
         """Workers that have not answered yet, once the writer has reported."""
         self._writer = writer
         self._lost_s = self.since - running_since
-        self.until = self.since + writer.longest_save_s(False, self._lost_s)
+        self._patience_s = writer.longest_save_s(False, self._lost_s)
 
     def is_over(self) -> bool:
         """Read one report. True if every worker is done, or the writer has ended.
@@ -181,5 +183,11 @@ class SaveAtFault:
             return True
         self.unsaved = report.get("left", 0)
         lost_s = 0.0 if report.get("answered") else self._lost_s
-        self.until = self.since + self._writer.longest_save_s(report["busy"] > 0, lost_s)
+        self._patience_s = self._writer.longest_save_s(report["busy"] > 0, lost_s)
         return False
+
+    def is_late(self, now: float) -> bool:
+        """Its time is over. One in which this process does not run either is left out."""
+        self.since += max(now - self._looked_at - LONGEST_LOOK_S, 0.0)
+        self._looked_at = now
+        return now >= self.since + self._patience_s
