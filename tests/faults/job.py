@@ -209,7 +209,7 @@ class Job:
         """Every process of the job, wherever it went to: by its environment."""
         return {pid: comm_of(pid) for pid in all_pids() if marked(pid, self.mark)}
 
-    def assert_gone(self, within: float = 10.0) -> None:
+    def assert_gone(self, within: float = 30.0) -> None:
         """No process, no shared memory, no port."""
         deadline = time.monotonic() + within
         while left := self._left():
@@ -233,7 +233,7 @@ class Job:
         by_itself = self.process.poll() is not None and self.process.returncode >= 0
         self.process.kill()
         self.process.wait()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
         for pid in left:

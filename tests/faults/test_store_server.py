@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.store.c10d.store import C10dStore
 from tests.faults.job import REPOSITORY, Job, until
 from tests.faults.nodes import StartJob
+from tests.library.conftest import free_port
 
 HOSTED = "nodes can meet at port"
 
@@ -27,8 +27,7 @@ class Hosted:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "store.log"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

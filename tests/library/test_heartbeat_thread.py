@@ -357,7 +357,7 @@ def test_last_tick_counts_what_was_issued_before_the_exit(tmp_path: Path, monkey
     monkeypatch.setattr(ticker, "_read_collectives", lambda: issued[-1])
     monkeypatch.setattr(ticker, "_read_groups", lambda _: first.set())
     ticker.start()
-    assert first.wait(10)
+    assert first.wait(30)
     issued.append(8)
     ticker.stop()
     with HeartbeatReader(tmp_path / "beat") as reader:

@@ -16,8 +16,7 @@ import pytest
 from elasticd.heartbeat import record
 from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter
 from elasticd.heartbeat.recorders import UNKNOWN, GroupCounts, flight_recorder_dump
-from elasticd.heartbeat.thread import GROUPS_AFTER_NS, HeartbeatThread
-from tests.faults.job import until
+from elasticd.heartbeat.thread import GROUPS_AFTER_NS, GROUPS_SHARE, HeartbeatThread
 from tests.library.fake_recorders import C10D, FakeTorch, Kind
 
 ALL, PAIR = (0, 1, 2), (2, 0)
@@ -194,48 +193,29 @@ def test_torch_with_one_recorder(torch: FakeTorch, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.system
 def test_recorder_is_read_only_while_quiet(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Never while steps are made, then at once a second; a slow reading is repeated late."""
+    """A second after the last step at the earliest; a slow reading is repeated late."""
     record.create(tmp_path / "beat")
     writer = HeartbeatWriter(tmp_path / "beat")
-    readings: list[int] = []
-    quiet: list[int] = []
-    slow_s = 0.0
+    now_ns, slow_ns, readings = writer.progress_ns, 10_000_000, list[int]()
 
     def dump(includeCollectives: bool) -> bytes:  # noqa: N803 torch's name
+        nonlocal now_ns
         assert not includeCollectives
-        readings.append(time.monotonic_ns())
-        quiet.append(readings[-1] - writer.progress_ns)
-        time.sleep(slow_s)
+        readings.append(now_ns)
+        now_ns += slow_ns
         return torch.dump("nccl", False, False)
 
     torch.group("0", ALL, "nccl").at(7, 6)
     monkeypatch.setattr(sys.modules[C10D], "_dump_nccl_trace_json", dump)
-    thread = HeartbeatThread(writer, period_s=0.01)
-    monkeypatch.setattr(thread, "_read_collectives", lambda: 7)
-    thread.start()
-    try:
-        with HeartbeatReader(tmp_path / "beat") as reader:
-            until(lambda: reader.read().alive_ticks > 2, "a tick", 10)
-            readings.clear()
-            quiet.clear()
-            stop = time.monotonic() + 1.5
-            while time.monotonic() < stop:
-                writer.step(1)
-                time.sleep(0.01)
-            assert min(quiet, default=GROUPS_AFTER_NS) >= GROUPS_AFTER_NS, "while it steps"
-            until(lambda: len(readings) >= 2, "two readings", 20)
-            assert reader.read().groups == ((key("0", ALL), 7, 6),)
-            assert readings[1] - readings[0] >= GROUPS_AFTER_NS
-            assert min(quiet) >= GROUPS_AFTER_NS
-            slow_s = 0.01
-            count = len(readings)
-            until(lambda: len(readings) > count, "a slow reading", 20)
-            stop = time.monotonic() + 2.5
-            while time.monotonic() < stop:
-                time.sleep(0.1)
-            assert len(readings) == count + 1
-    finally:
-        thread.stop()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    thread = HeartbeatThread(writer)
+    again_ns = slow_ns + max(GROUPS_AFTER_NS, GROUPS_SHARE * slow_ns)
+    for pause_ns, count in ((GROUPS_AFTER_NS - 1, 0), (1, 1), (again_ns - slow_ns - 1, 1), (1, 2)):
+        now_ns += pause_ns
+        thread._read_groups(False)
+        assert len(readings) == count
+    with HeartbeatReader(tmp_path / "beat") as reader:
+        assert reader.read().groups == ((key("0", ALL), 7, 6),)
 
 
 def test_recorder_is_read_late_while_python_moves(

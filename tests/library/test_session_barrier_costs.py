@@ -168,7 +168,7 @@ def test_new_connection_without_clone() -> None:
 
 
 def test_missing_rank_is_named_before_checkpoint(start: Any, tmp_path: Path) -> None:
-    first, second = start("saves.py", str(tmp_path), "1.5").results()
-    assert "barrier 'checkpoint at step 6': 1 of 2 ranks is missing after 1.5 s: rank 1 (step 5, " in first["error"]
+    first, second = start("saves.py", str(tmp_path), "6").results()
+    assert "barrier 'checkpoint at step 6': 1 of 2 ranks is missing after 6 s: rank 1 (step 5, " in first["error"]
     assert second["error"] == "rank 1 came too late to " + first["error"]
     assert [entry.manifest.step for entry in lineage(tmp_path)[0]] == [3]

@@ -33,7 +33,7 @@ def test_reader_that_stops_never_stops_the_agent() -> None:
             if outlet.flush(0.05):
                 console.log("and now again")
         assert re.search(rb"lines are missing here.*\n.*and now again", said)
-        assert outlet.close()
+        assert outlet.close(DEADLINE)
 
 
 def test_terminal_that_went_away_never_stops_the_agent() -> None:
@@ -45,7 +45,7 @@ def test_terminal_that_went_away_never_stops_the_agent() -> None:
     while not outlet.broken and time.monotonic() < until:
         console.log("is anybody there?")
     assert outlet.broken
-    assert outlet.close()
+    assert outlet.close(DEADLINE)
     os.close(slave)
 
 
@@ -54,7 +54,7 @@ def plain(write: Callable[[PlainConsole], None], clock: Callable[[], float] = ti
     outlet = NonBlockingWriter(writer)
     os.close(writer)
     write(PlainConsole(outlet, "job-1", clock))
-    assert outlet.close()
+    assert outlet.close(DEADLINE)
     with open(reader, encoding="utf-8") as file:
         return file.read().splitlines()
 

@@ -40,7 +40,7 @@ def server() -> Iterator[MetricsServer]:
     before = threading.active_count()
     made = MetricsServer("127.0.0.1", 0, pages())
     yield made
-    assert made.close()
+    assert made.close(DEADLINE)
     assert threading.active_count() == before
 
 
@@ -96,7 +96,7 @@ def test_it_listens_at_its_address_only(address: str, url: str) -> None:
     assert made.address[0] == address
     assert made.url.startswith(url), "as a browser, or curl, takes it"
     assert ask(made, "/healthz")[0] == 200
-    assert made.close()
+    assert made.close(DEADLINE)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_who_opens_more_and_more_connections_closes_only_those_of_his_own() -> N
             assert eventually(lambda: len(server.listener.threads()) <= MAX_CONNECTIONS)
         prober.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert prober.recv(100).startswith(b"HTTP/1.1 200 ")
-    assert server.close()
+    assert server.close(DEADLINE / 4)
 
 
 def test_a_client_that_stops_reading_does_not_keep_the_port_open() -> None:
@@ -136,7 +136,7 @@ def test_a_client_that_stops_reading_does_not_keep_the_port_open() -> None:
         sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert sock.recv(1) == b"H"
         begun = time.monotonic()
-        assert server.close()
+        assert server.close(DEADLINE / 4)
         assert time.monotonic() - begun < DEADLINE / 2
 
 
@@ -179,7 +179,7 @@ def test_out_of_file_descriptors_the_port_waits_and_then_answers() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert sock.recv(15) == b"HTTP/1.1 200 OK"
     sock.close()
-    assert server.close()
+    assert server.close(DEADLINE / 4)
 
 
 @pytest.mark.parametrize(

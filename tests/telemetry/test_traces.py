@@ -150,7 +150,7 @@ def test_a_collector_that_never_answers_costs_no_time(collector: Collector, monk
         for _ in range(2 * MAX_WAITING):
             sink.write(log_lines.line("scalars", 0, 1).event)
         sink.close()
-        assert time.monotonic() - began < CLOSE_S + 5.0
+        assert time.monotonic() - began < CLOSE_S + 20.0
     finally:
         collector.answers.set()
         deadline = time.monotonic() + 60

@@ -96,7 +96,7 @@ def test_heartbeat_thread_that_writes_slowly(
     path, flight = tmp_path / "beat", tmp_path / "flight"
     beat.create(path)
     pid = worker(ANSWERS_LATE, str(path), str(flight), str(seconds))
-    evidence = takes(2.0 if late else 10.0)
+    evidence = takes(2.0 if late else 20.0)
     target = EvidenceTarget(2, pid, heartbeat=path, flight=flight)
     found, recorded = gathered(evidence, posted, target, tmp_path / "log")
     assert (recorded.exists(), found.late) == (not late, late)

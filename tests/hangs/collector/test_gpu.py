@@ -112,7 +112,7 @@ def test_bus_id_spellings(bus: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("init", "budget_s", "said"), [("pass", 20.0, "H200"), ("time.sleep(1e6)", 5.0, "driver did not answer")]
+    ("init", "budget_s", "said"), [("pass", 20.0, "H200"), ("time.sleep(1e6)", 8.0, "driver did not answer")]
 )
 def test_gpus_are_read_in_parallel_to_ranks(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path, init: str, budget_s: float, said: str
@@ -124,5 +124,5 @@ def test_gpus_are_read_in_parallel_to_ranks(
     assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     found = posted.get(timeout=30)
     assert (found.trouble, found.ranks[0].source) == ("", "py-spy")
-    assert found.seconds < 5 + 10
+    assert found.seconds < 20
     assert said in (tmp_path / "log" / "evidence-a.json").read_text()

@@ -59,7 +59,7 @@ def ras() -> Iterator[StartRas]:
         def end() -> None:
             ended.set()
             socket.create_connection(listener.getsockname()).close()
-            thread.join(5)
+            thread.join(20)
             listener.close()
             for one in kept:
                 one.close()
@@ -89,7 +89,7 @@ def test_two_answers_must_agree(ras: StartRas) -> None:
 
 
 def test_another_process_is_asked_where_one_is_stopped(ras: StartRas) -> None:
-    assert asked(ras([None, differ(ME, 41)]), 6.0) == [(41, 42)]
+    assert asked(ras([None, differ(ME, 41)]), 10.0) == [(41, 42)]
 
 
 def test_numbers_of_other_jobs_and_hosts_do_not_count(ras: StartRas) -> None:
@@ -100,7 +100,7 @@ def test_numbers_of_other_jobs_and_hosts_do_not_count(ras: StartRas) -> None:
 def test_a_ras_that_does_not_answer_costs_its_time_only(ras: StartRas) -> None:
     began = time.monotonic()
     assert asked(ras([None]), 1.0) == []
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert asked(1) == [], "nobody listens"
 
 

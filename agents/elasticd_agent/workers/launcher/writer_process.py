@@ -187,7 +187,7 @@ class SaveAtFault:
         return False
 
     def is_late(self, now: float) -> bool:
-        """Its time is over. One in which this process does not run either is left out."""
+        """The workers have had their time. A moment in which this process does not run either is left out."""
         self.since += max(now - self._looked_at - LONGEST_LOOK_S, 0.0)
         self._looked_at = now
         return now >= self.since + self._patience_s
