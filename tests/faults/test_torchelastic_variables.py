@@ -14,6 +14,7 @@ import pytest
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, until
 from tests.faults.nodes import COLD
+from tests.library.conftest import free_port
 
 
 def test_expired_file_timer_kills_the_process_that_set_it(job: StartJob) -> None:
@@ -52,8 +53,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 def test_health_check_port(job: StartJob) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     run = job("tells.py", COLD, workers="1", env={"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)})
     run.event("group_started")
     assert get(port, "/healthz") == get(port, "/") == (200, "ok\n")

@@ -98,9 +98,9 @@ class Launched:
             code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
-            code = self.process.wait(10)
+            code = self.process.wait(30)
         remains = self.remains()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while remains and time.monotonic() < until:
             time.sleep(0.05)
             remains = self.remains()
