@@ -196,15 +196,23 @@ def test_history_new_group_gets_learned_startup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [({}, 21.0), ({"cpu_s": 2.0}, 0.0), ({"phase": "eval"}, 0.0), ({"quiet_s": 1.0}, 0.0)]
+    ("steps", "changes", "expected"),
+    [
+        (learning.EXCLUDED_STEPS + 1, {}, 21.0),
+        (learning.EXCLUDED_STEPS, {}, 0.0),
+        (10, {"cpu_s": 2.0}, 0.0),
+        (10, {"phase": "eval"}, 0.0),
+        (10, {"quiet_s": 1.0}, 0.0),
+    ],
 )
-def test_history_learns_idle_pauses(changes: dict[str, object], expected: float) -> None:
+def test_history_learns_idle_pauses(steps: int, changes: dict[str, object], expected: float) -> None:
+    """Once they are over."""
     history = StepHistory(POLICY)
-    trained(history, 10, 0.1)
-    rank = replace(RankReport(0, 0, phase="step", step=10, idle_s=21.0, window_s=3.0), **changes)  # type: ignore[arg-type]
-    for idle_s, step in ((21.0, 10), (0.0, 11)):
+    trained(history, steps, 0.1)
+    rank = replace(RankReport(0, 0, phase="step", step=steps, idle_s=21.0, window_s=3.0), **changes)  # type: ignore[arg-type]
+    for idle_s, step, pause_s in ((21.0, steps, 0.0), (21.0, steps, 0.0), (0.0, steps + 1, expected)):
         history.deadline_s(replace(observation(22.0, step), idle_s=idle_s, ranks=(replace(rank, step=step),)))
-    assert history.pause_s == expected
+        assert history.pause_s == pause_s
 
 
 @pytest.mark.parametrize(
