@@ -34,7 +34,7 @@ MAX_LOOK_GAP_S = 1.0
 """A gap between two looks counts as at most this much."""
 USAGE_AFTER_IDLE_S = 0.5
 """The processes of a group without progress for this long are worth a scan of /proc."""
-USAGE_INTERVAL_S = 0.4
+MIN_USAGE_INTERVAL_S = 0.4
 """The least time between two scans, however often the group is observed."""
 KEEPALIVE_BYTES = 64
 """A connection that is only kept alive moves as many bytes in a window (a ping of HTTP/2 or a web socket), or
@@ -265,7 +265,7 @@ class GroupObserver:
         if not self._pids or (idle_s < USAGE_AFTER_IDLE_S and not any(ages.state == "T" for ages in self._ages)):
             self._usage_samples.clear()
             return
-        if self._usage_samples and self._observed_s < self._usage_samples[-1][0] + USAGE_INTERVAL_S:
+        if self._usage_samples and self._observed_s < self._usage_samples[-1][0] + MIN_USAGE_INTERVAL_S:
             return
         used = dict(self.usage(self._pids, self._store_port))
         for pid, bytes_, beat in zip(self._pids, self._bytes, beats, strict=True):

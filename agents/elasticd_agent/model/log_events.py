@@ -407,6 +407,7 @@ EVENT_TYPES = tuple(LogEvent.__subclasses__())
 QUIET_KINDS = ("checkpoint_saved", "snapshot", "attached", "can_pause", "scalars")
 """Too frequent or too small for the console."""
 WARNING_KINDS = ("checkpoint_failed", "checkpoint_skipped")
+"""The reports of workers that the console shows as warnings; the others are information."""
 
 
 _TYPES: Mapping[str, type[LogEvent]] = {event_type.kind: event_type for event_type in EVENT_TYPES}

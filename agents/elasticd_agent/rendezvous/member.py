@@ -70,8 +70,8 @@ REREAD_S = 10.0
 CUT_OFF_S = 5.0
 """A leader that is cut off from most members leaves the leader key to them for so long."""
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-LINGER_S = 5.0
-"""The host of a store waits so long for the other nodes to leave, once the job has ended."""
+HOST_LINGER_S = 5.0
+"""The node that hosts the store waits so long for the others to leave, once the job has ended."""
 CLOSE_S = 5.0
 MAX_REST_S = 0.05
 """The leader rests after a turn for as long as the turn took, and no longer than this."""
@@ -545,7 +545,7 @@ class MemberThread:
     def close(self) -> None:
         """Leave the job; the host of the store waits until the other nodes have left, too. Bounded."""
         self.abandon()
-        deadline = time.monotonic() + LINGER_S
+        deadline = time.monotonic() + HOST_LINGER_S
         try:
             while self._member.hosts_store and time.monotonic() < deadline and not self._member.others_left():
                 time.sleep(0.05)

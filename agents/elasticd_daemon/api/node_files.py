@@ -44,8 +44,8 @@ SUPPLEMENT_TIMEOUT_S = 2.0
 LOG_SEARCH_TIMEOUT_S = 20.0
 MAX_HISTORY_NODES = 16
 """Nodes that are asked for the history of a job without a placement."""
-MAX_FULL_HISTORY_NODES = 3
-"""Nodes, besides this one and those that the job has left, that are asked for a job's whole history."""
+FULL_HISTORY_NODES = 3
+"""Other nodes that are asked for a job's whole history, besides those that it has left; the rest report their ranks."""
 _NOT_REGISTERED = "its agent is not registered"
 
 
@@ -102,7 +102,7 @@ class ClusterReader:
         known = addresses(view, dict.fromkeys([*nodes, *past, *left]))
         known.pop(self.local.node, None)
         # Of a thousand nodes' logs most say the same: a few report everything, the rest only their ranks.
-        full = {node for number, node in enumerate(known) if number < MAX_FULL_HISTORY_NODES or node in left}
+        full = {node for number, node in enumerate(known) if number < FULL_HISTORY_NODES or node in left}
         within_s = SUPPLEMENT_TIMEOUT_S if is_member else PEER_TIMEOUT_S
         path = f"/v1/local/jobs/{quote(job.job, safe='')}"
         answers: dict[str, Answer | str] = {}

@@ -44,8 +44,8 @@ from elasticd_daemon.api.schema import Answer, JobStatus, JobSummary, NodeSummar
 from elasticd_daemon.cli import tables
 from elasticd_daemon.cli.log_follower import LogFollower, LogQuery
 
-TOKEN_FILE = "ELASTICD_TOKEN_FILE"
-CA = "ELASTICD_CA"
+TOKEN_FILE_VARIABLE = "ELASTICD_TOKEN_FILE"
+CA_VARIABLE = "ELASTICD_CA"
 EVIDENCE_TIMEOUT_S = 75.0
 DRAIN_TIMEOUT_S = 3600.0
 POLL_S = 0.5
@@ -64,8 +64,8 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     options.command = command
     client = open_client(
         options.agent or os.environ.get(AGENT_VARIABLE),
-        options.token_file or _path(os.environ.get(TOKEN_FILE)),
-        options.ca or _path(os.environ.get(CA)),
+        options.token_file or _path(os.environ.get(TOKEN_FILE_VARIABLE)),
+        options.ca or _path(os.environ.get(CA_VARIABLE)),
     )
     try:
         return _COMMANDS[name](client, options)
@@ -359,7 +359,7 @@ _DESCRIPTIONS = {
     "exists here, is a directory instead: see elasticd explain --help.",
 }
 _EPILOG = (
-    f"--agent, --token-file and --ca may be in {AGENT_VARIABLE}, {TOKEN_FILE} and {CA}. "
+    f"--agent, --token-file and --ca may be in {AGENT_VARIABLE}, {TOKEN_FILE_VARIABLE} and {CA_VARIABLE}. "
     "Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage. More: elasticd docs cli"
 )
 

@@ -22,7 +22,7 @@ FINE_S = 2.0
 FINE_POINTS = 300
 """The last ten minutes, a point every two seconds."""
 COARSE_POINTS = 256
-"""At this number every second point is removed, and the interval of new points is doubled."""
+"""The points of the whole run, at most: at this number every second one is removed, and the interval is doubled."""
 
 Point = tuple[float, int, int]
 """Unix seconds, round, step."""

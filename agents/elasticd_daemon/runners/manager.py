@@ -47,7 +47,7 @@ from elasticd_daemon.runners.reconcile import LocalRunner, RunnerEnd
 from elasticd_daemon.runners.spawn import Account, NotAllowed, missing_capability, spawn
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, exit_for, read_exit, read_spec
 
-KILL_DELAY_S = 5.0
+KILL_AFTER_SIGTERM_S = 5.0
 """The time from the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 REMNANT_GRACE_S = 25.0
 """The time for the owner of a killed runner to end its processes; after it they are killed from here."""
@@ -360,7 +360,7 @@ class RunnerManager:
         job = runner.spec.job
         if runner.leave_deadline is not None and now >= runner.leave_deadline:
             runner.leave_deadline = None
-            runner.kill_at = now + KILL_DELAY_S
+            runner.kill_at = now + KILL_AFTER_SIGTERM_S
             self._log(f"job {job}: its runner did not leave in time; its workers are killed")
             runner.signal(signal.SIGTERM)
         elif runner.kill_at is not None and now >= runner.kill_at:

@@ -33,7 +33,7 @@ def paths_on_node(kind: str, round: int) -> list[str]:
 
 
 def kept_random_state(rank: int, step: int, round: int) -> RandomState | None:
-    """The state that `keep_random_state` has kept, if the rank's process was on this node."""
+    """The random state with which a rank of that round trained on after it had resumed without one, if it ran here."""
     record = step_record.read(path_of("resumed", rank, round), step, [])
     return record.random_state if record is not None else None
 

@@ -34,9 +34,8 @@ END_PARTS_S = 4.0
 FLUSH_PARTS_S = 15.0
 """The wait for the parts of a save as usual that is being written: half of what the launcher waits. Then copies are
 used."""
-BEGUN_S = 1.0
-"""The wait for nodes that have not begun to write, before this one says what the job leaves: their groups were killed
-later."""
+OTHER_NODES_S = 1.0
+"""The wait for other nodes to begin to write, before this one says what the job leaves: their kills come later."""
 PARTS_S = 8.0
 """The wait for nodes that have not begun to write their part: all learn of the end within seconds."""
 _TOKEN = "e"
@@ -90,7 +89,7 @@ class LastWrite:
         """Look for states that other nodes of the job leave."""
         if self.task is None or self.task.nodes == 1:
             return
-        deadline, directory = time.monotonic() + BEGUN_S, Path(self.task.directory)
+        deadline, directory = time.monotonic() + OTHER_NODES_S, Path(self.task.directory)
         with contextlib.suppress(OSError):
             while True:
                 late = time.monotonic() > deadline
