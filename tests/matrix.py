@@ -29,8 +29,8 @@ NEWEST = "newest"
 TORCHES = ("2.6.0", "2.13.0", NEWEST)
 HEAD = (
     "`make matrix` runs the tests that measure no time, on CPUs. With each torch it runs those of the library,",
-    "the workers, the torchrun plug-in, torchrun's options and a killed job. Tests that need no torch run with the",
-    "newest only. A cell shows its last run. The list of tests has changed between runs, and so have the counts.",
+    "the workers, the torchrun plug-in, torchrun's options and a killed job. With the newest of the day it also runs",
+    "those that need no torch; at first each torch ran all. A cell shows its last run, of the tests that there were.",
     "",
 )
 TESTS = (
