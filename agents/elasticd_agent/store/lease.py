@@ -106,7 +106,9 @@ class LeasedKey:
             self.withdraw()
 
     def withdraw(self) -> None:
-        """End the lease; every key under it goes. On StoreUnavailable it runs out by itself."""
+        """End the lease; every key under it goes. On StoreUnavailable it runs out by itself, unless it is another
+        key's: then `create` finds the key as this process's own.
+        """
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.withdraw()

@@ -135,7 +135,7 @@ class Scheduler:
             # when it is free, perhaps while this attempt runs.
             self._try_at = now + REFRESH_S
             value = json.dumps({"node": self.node, "incarnation": self.incarnation}).encode()
-            if not self._key.create(value, now):
+            if not self._key.create(value, now, self._is_own):
                 return False
         if self.version is None:
             version = self._key.read_version()

@@ -12,6 +12,7 @@ from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_agent.store.lease import LeasedKey
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_daemon import keys as names
 from elasticd_daemon.api import views
@@ -132,7 +133,7 @@ def test_only_the_scheduler_reads() -> None:
     for _ in range(50):
         fleet.turn()
     asked = {verb for node in "bc" for verb, _ in fleet.stores[node].requests}
-    assert asked == {"announce"}
+    assert asked == {"announce", "read"}, "the scheduler's key"
     assert fleet.sentences == ["a is the scheduler now", "job llm: runs on a (slots 0-3)"]
 
 
@@ -197,6 +198,28 @@ def test_restarted_agent_waits_for_its_earlier_lease() -> None:
     fleet.turn()
     assert fleet.who == []
     for _ in range(3):
+        fleet.turn()
+    assert fleet.who == ["a"]
+
+
+def test_key_whose_creation_was_not_answered_is_taken_again() -> None:
+    """It lives with the lease of its agent's node, which goes on: no other agent could ever have it."""
+    fleet = Fleet("a", "b")
+    node = LeasedKey(fleet.memory, "node of a", 3.0, 1.0, is_own=lambda value: value == b"a")
+    assert node.create(b"a", fleet.clock.now)
+    answers = iter([False])
+
+    def announce(key: str, value: bytes, ttl_s: float) -> Lease | None:
+        lease = node.announce_beside(key, value, ttl_s)
+        if not next(answers, True):
+            raise StoreUnavailable("no answer")
+        return lease
+
+    fleet.schedulers["a"] = Scheduler(fleet.memory, "a", "i-a", announce=announce)
+    with pytest.raises(StoreUnavailable):
+        fleet.turn()
+    for _ in range(30):
+        assert node.renew(fleet.clock.now)
         fleet.turn()
     assert fleet.who == ["a"]
 
