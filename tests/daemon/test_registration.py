@@ -88,8 +88,8 @@ def test_restarted_agent_is_scheduler_again_within_a_lease(clock: Clock, memory:
     one = PublishingAgent(memory, "a")
     live(clock, 3, one)
     again = PublishingAgent(memory, "a", one.card.incarnation)
-    again.turn(clock)  # the card is its own
-    lines = live(clock, 4, again)
+    lines = again.turn(clock)  # the card is its own, and so is the key
+    lines += live(clock, 4, again)
     assert "a is the scheduler now" in lines
     assert again.placer.is_leader
 
