@@ -191,7 +191,6 @@ def test_torch_with_one_recorder(torch: FakeTorch, monkeypatch: pytest.MonkeyPat
     assert flight_recorder_dump() is None
 
 
-@pytest.mark.system
 def test_recorder_is_read_only_while_quiet(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A second after the last step at the earliest; a slow reading is repeated late."""
     record.create(tmp_path / "beat")

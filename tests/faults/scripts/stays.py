@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticd
+from elasticd.rejoin.launch_channel import LaunchChannel
 
 SAMPLES, BATCH = 1200, 12
 how, epochs = sys.argv[1], int(sys.argv[2])
@@ -40,7 +41,7 @@ if how and how != "ends" and "ELASTICD_NEWCOMER" in os.environ:
         raise OSError("no licence left")
 session = elasticd.init()
 if how == "stands" and "ELASTICD_NEWCOMER" in os.environ:
-    session._launch.released = lambda: time.sleep(600)
+    LaunchChannel.released = lambda _: time.sleep(600)
 torch.manual_seed(1)
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
