@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import math
 import os
 import queue
 import signal
@@ -31,6 +32,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from elasticd.errors import UsageError
+from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.notice_options import parse_service
 from elasticd_agent.model import log_events as events
@@ -335,10 +337,20 @@ def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
 
 @contextlib.contextmanager
 def signals_to_inbox(inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
-    """Signals become messages, also those that arrived while this process was replacing itself."""
+    """Signals become messages, also those that arrived while this process was replacing itself.
+
+    What comes within TOGETHER_S of a request to drain is the same request: a second one would kill jobs.
+    """
+    drained_at = -math.inf
 
     def handle(signum: int, _: FrameType | None) -> None:
-        inbox.put(_SIGNAL_REQUESTS.get(signum) or SignalRequest("ignore", signal_name(signum)))
+        nonlocal drained_at
+        request = _SIGNAL_REQUESTS.get(signum) or SignalRequest("ignore", signal_name(signum))
+        if request.action == "drain":
+            if (now := time.monotonic()) < drained_at + TOGETHER_S:
+                return
+            drained_at = now
+        inbox.put(request)
 
     stray = take_signals(set(STRAY_SIGNALS) - _SIGNAL_REQUESTS.keys(), handle)
     before = {**stray, **{signum: signal.signal(signum, handle) for signum in _SIGNAL_REQUESTS}}

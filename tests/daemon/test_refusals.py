@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_daemon import keys as names
 from elasticd_daemon.loop import NAME_CONFLICT_MARGIN_S
@@ -170,6 +171,7 @@ def test_second_sigterm_kills_at_once(node: MakeNode) -> None:
     asked = time.monotonic()
     n1.signal(signal.SIGTERM)
     n1.wait_for_log("to leave this node")
+    time.sleep(2 * TOGETHER_S)
     n1.signal(signal.SIGTERM)
     assert n1.wait() == 0
     assert time.monotonic() - asked < 20

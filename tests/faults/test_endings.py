@@ -20,6 +20,7 @@ from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
 
 import pytest
 
+from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.job.run import remove_stale
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
@@ -138,6 +139,7 @@ def ctrl_c_and_on(run: Job) -> None:
 def twice(run: Job) -> None:
     to_agent(SIGTERM)(run)
     run.event("stop_requested", grace_seconds=600.0)
+    time.sleep(2 * TOGETHER_S)
     to_agent(SIGTERM)(run)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.system.processes import procfs
 from tests.faults.conftest import StartJob
 from tests.faults.job import REPOSITORY, SCRIPTS, Job, until
@@ -42,6 +43,7 @@ def test_the_second_signal_does_not_wait(job: StartJob, signum: signal.Signals) 
     run = ready(job("plain.py", COLD, "deaf", flags=["--quiet"] if quiet else []))
     run.process.send_signal(signum)
     run.event("stop_requested", grace_seconds=30.0)
+    time.sleep(2 * TOGETHER_S)
     started = time.monotonic()
     run.process.send_signal(signum)
     assert run.wait() == 128 + signum

@@ -180,7 +180,8 @@ def test_lost_store_raises_torch_error_at_once(start: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["defaults", "own handler", "fork", "twice", "twice under a launcher", "before the first step"]
+    "case",
+    ["defaults", "own handler", "fork", "twice", "twice at once", "twice under a launcher", "before the first step"],
 )
 def test_sigterm_handler_only_over_default_action(start: Any, case: str) -> None:
     job = start("sigterm.py", case, world_size=1, ELASTICD_HEARTBEAT="")

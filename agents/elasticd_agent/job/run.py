@@ -24,6 +24,7 @@ import contextlib
 import fcntl
 import itertools
 import logging
+import math
 import os
 import queue
 import signal
@@ -36,6 +37,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.storage.object_url import package_of
+from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
@@ -339,16 +341,20 @@ def rank_row(seen: RankReport) -> dict[str, Any]:
 def handled_signals(
     names: tuple[str, ...], inbox: queue.SimpleQueue[Message], stop_reason: Callable[[], str]
 ) -> Iterator[list[int]]:
-    """The first of these signals requests a stop, the second kills. Yields the list of those received so far.
+    """The first of these signals requests a stop, the second kills, TOGETHER_S after the first at the earliest. Yields
+    the list of those received so far.
 
     STRAY_SIGNALS that are not among them are logged: their default would end the agent, and with it the job.
     """
-    received: list[int] = []
+    received, first_at = list[int](), math.inf
 
     def handle(signum: int, _: FrameType | None) -> None:
-        forced = bool(received)
-        received.append(signum)
+        nonlocal first_at
         name, code, now = signal.Signals(signum).name, 128 + signum, time.monotonic()
+        forced, first_at = bool(received), min(first_at, now)
+        received.append(signum)
+        if forced and now < first_at + TOGETHER_S:
+            return
         inbox.put(StopForced(name, code, now) if forced else StopRequested(name, code, now, stop_reason()))
 
     def mention(signum: int, _: FrameType | None) -> None:

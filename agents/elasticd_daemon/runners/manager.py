@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elasticd.errors import UsageError, WireError
+from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.system.files import replace_file
 from elasticd_agent.system.network.control_socket import ControlSocketError
 from elasticd_agent.system.processes import cgroups, procfs
@@ -300,7 +301,7 @@ class RunnerManager:
         runner.stop_requested = True
         runner.state = "leaving"
         runner.why = why
-        runner.leave_deadline = time.monotonic() + within_s
+        runner.leave_deadline = time.monotonic() + max(within_s, TOGETHER_S)
         try:  # before the signal: the main loop must not wait for a runner that does not answer
             liveness.write_reason(runner.files.lock, why)
         except OSError as error:
@@ -309,10 +310,10 @@ class RunnerManager:
         return True
 
     def expire_deadlines(self) -> None:
-        """Runners that are leaving get no more time."""
+        """Runners that are leaving get no more time than that in which a second SIGTERM would be the first one's."""
         for runner in self._runners.values():
             if runner.leave_deadline is not None:
-                runner.leave_deadline = 0.0
+                runner.leave_deadline = min(runner.leave_deadline, time.monotonic() + TOGETHER_S)
 
     def poll(self, now: float) -> list[RunnerEnd]:
         """Escalate stops; returns runners that have ended, each once."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import elasticd
+from elasticd.sigterm import TOGETHER_S
 
 
 def note(number: int, frame: object) -> None:
@@ -30,10 +32,12 @@ if case == "fork":
 os.kill(os.getpid(), signal.SIGTERM)
 if case == "twice under a launcher":
     os.environ["TORCHELASTIC_RUN_ID"] = "job"
+if case == "twice":
+    time.sleep(2 * TOGETHER_S)
 if case.startswith("twice"):
     os.kill(os.getpid(), signal.SIGTERM)
 session.step()
-assert session.should_stop == (case in ("defaults", "twice under a launcher"))
+assert session.should_stop == (case in ("defaults", "twice at once", "twice under a launcher"))
 assert seen == ([signal.SIGTERM] if case == "own handler" else [])
 session.close()
 assert (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL) == (case != "own handler")
