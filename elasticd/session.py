@@ -502,7 +502,8 @@ class Session:
                 self._attached, self._donor, self._group.device, is_first_run=self._steps == 0
             )
             self._thread = threading.get_ident()
-            known["saves_at_faults"] = self._donor.can_save
+            # Where a rank is alone, a hang is its own, and may hold up what would save.
+            known["saves_at_faults"] = self._donor.can_save and self.world_size > 1
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
 
     def _begin_donor(self) -> Donor:

@@ -21,6 +21,7 @@ counts the lost ones.
                         was one
     attached            every_seconds, if checkpoints are saved by time (this rank has attached objects and a
                         checkpoint directory; once a process, on every rank); saves_at_faults: it is a donor
+                        for other ranks
     can_pause           (pauses are possible from now on; once a process)
     cannot_pause        (a requested pause is refused: why)
     paused              (all ranks wait at this step, whose checkpoint is on the disk)

@@ -299,6 +299,48 @@ def test_last_step_of_a_job_that_gives_up_is_a_checkpoint(
     assert all(expected[step] == found for _, step, found in digests(again, "steps"))
 
 
+@pytest.mark.parametrize(
+    ("args", "faults", "signum"),
+    [
+        pytest.param([], [Fault(0, 13, "stop")], signal.SIGINT, id="Ctrl-C"),
+        pytest.param(["--plain"], [Fault(0, 13, "stop")], signal.SIGTERM, id="deaf", marks=pytest.mark.system),
+        pytest.param(["--plain", "--fail-at", "1,0,13"], [], None, id="exception"),
+    ],
+)
+def test_rank_alone_saves_its_last_step(
+    job: StartJob, tmp_path: Path, args: list[str], faults: list[Fault], signum: signal.Signals | None
+) -> None:
+    """Nobody else has its state, with or without DistributedDataParallel."""
+    how: dict[str, Any] = {"workers": "1", "flags": ["--checkpoint-dir", str(tmp_path), "--shutdown-timeout", "1"]}
+    first = run = job("donor.py", "--steps", "20", *args, faults=faults, **how)
+    if signum is not None:
+        first.file("fired")
+        first.process.send_signal(signum)
+        assert first.wait() == 128 + signum
+        run = job("donor.py", "--steps", "20", *args[:1], **how)
+    assert run.wait() == 0
+    (resumed,) = run.events("resumed")
+    assert resumed["step"] == 12
+    assert digests(run, "restored")[0][2] == next(found for _, step, found in digests(first, "steps") if step == 12)
+
+
+@pytest.mark.system
+def test_node_alone_saves_its_last_step_where_it_leaves_without_a_store(
+    nodes: Callable[[str], Nodes], tmp_path: Path
+) -> None:
+    """As where the store's host has left before it: nobody publishes the end."""
+    group = nodes("1:2")
+    how: dict[str, Any] = {"flags": ["--checkpoint-dir", str(tmp_path), "--shutdown-timeout", "2"], "warm": True}
+    run = group.agent("a", "donor.py", "--steps", "100000", **how)
+    run.step(13)
+    group.etcd.stop()
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    (last,) = [step for _, step, _ in digests(run, "steps")][-1:]
+    assert max(entry.manifest.step for entry in verified_lineage(tmp_path)[0]) == last
+    group.etcd.cont()
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("ends", ["with", "close", "sys.exit"])
 def test_way_a_script_ends_after_an_exception_costs_no_step(job: StartJob, ends: str) -> None:

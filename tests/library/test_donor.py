@@ -68,7 +68,7 @@ class TwoRanks:
 
     def committed(self, rank: int) -> CommittedState:
         attached = self.attached[rank]
-        return CommittedState(self.context(rank), attached, donor_rules.averaged(attached), lambda _: None)
+        return CommittedState(self.context(rank), attached, donor_rules.averaged(attached, 2), lambda _: None)
 
     def donor(self, rank: int, is_in_step: Callable[[], bool] = lambda: False) -> tuple[Donor, socket.socket]:
         """A rank, and the writer's end of its connection."""
@@ -299,7 +299,7 @@ def test_values_of_an_optimizer_may_be_ahead_of_a_gpu(
     context.group = DefaultGroup(0, 2, torch.device(on), False)
     optimizer = attached["optimizer"]
     optimizer.state[optimizer.param_groups[0]["params"][0]] = {"kept": kept, "tensor": torch.ones(1)}
-    why = donor_rules.reason_against(context, attached, donor_rules.averaged(attached))
+    why = donor_rules.reason_against(context, attached, donor_rules.averaged(attached, 2))
     assert ("values that are no tensors" in why) == is_refused
 
 
@@ -315,7 +315,7 @@ def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(two_ranks: TwoRanks,
     assert state.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
     assert (state["growth_interval"], state.get("scale", 8.0)) == (5, 8.0)
     attached = {**two_ranks.attached[0], "scaler": scaler}
-    assert not donor_rules.reason_against(two_ranks.context(0), attached, donor_rules.averaged(attached))
+    assert not donor_rules.reason_against(two_ranks.context(0), attached, donor_rules.averaged(attached, 2))
 
 
 def saved_by(survivor: CommittedState) -> StateDict:

@@ -191,7 +191,7 @@ class Donor:
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
         try:
-            parameters = averaged(attached)
+            parameters = averaged(attached, context.group.world_size)
             self._why = reason_against(context, attached, parameters)
             if not self._why:
                 self._committed = CommittedState(context, attached, parameters, self._expect)
@@ -339,7 +339,7 @@ class Donor:
     def _give_up(self, why: str) -> None:
         self._why = why
         self._step = 0
-        if self._context.writer is not None and self._context.group.world_size > 1:
+        if self._context.writer is not None:
             reason = f"rank {self._context.group.rank} cannot save its state at a fault: {why}"
             self._context.events.write("message", reason, None, saves_at_faults=False)
 

@@ -53,6 +53,11 @@ class _Rank:
     averaged: Mapping[int, torch.nn.Parameter]
 
     @property
+    def is_alone(self) -> bool:
+        """True if no other rank has to be equal: its state is that of the job."""
+        return self.context.group.world_size == 1
+
+    @property
     def modules(self) -> dict[str, torch.nn.Module]:
         """The attached modules by name, without the wrappers around them."""
         return {name: training_state.unwrap(obj) for name, obj in self.attached.items() if isinstance(obj, Module)}
@@ -86,12 +91,10 @@ def _sharded_state(rank: _Rank) -> str:
     return "the state is sharded, and no other rank has this one's part" if rank.context.is_sharded else ""
 
 
-def _one_rank_or_another_device(rank: _Rank) -> str:
-    """The rule for groups of one, and for devices without the proofs that are used here."""
-    group = rank.context.group
-    if group.world_size == 1 or group.device.type not in ("cpu", "cuda"):
-        return "this is built for several ranks that train on CPUs or CUDA GPUs"
-    return ""
+def _another_device(rank: _Rank) -> str:
+    """The rule for devices without the proofs that are used here."""
+    device = rank.context.group.device.type
+    return "" if device in ("cpu", "cuda") else f"this is built for CPUs and CUDA GPUs, not for {device}"
 
 
 def _aborted_collectives(rank: _Rank) -> str:
@@ -124,7 +127,7 @@ def _ahead_of_a_gpu(rank: _Rank) -> str:
 def _no_replicated_model(rank: _Rank) -> str:
     """The rule for a model in DistributedDataParallel over all ranks."""
     sizes = {obj.process_group.size() for obj in rank.parallel}
-    if sizes != {rank.context.group.world_size}:
+    if sizes != {rank.context.group.world_size} and not rank.is_alone:
         return "no model in DistributedDataParallel is attached"
     return ""
 
@@ -236,7 +239,7 @@ def _unusual_tensor(rank: _Rank) -> str:
 _RULES = (
     _no_launcher,
     _sharded_state,
-    _one_rank_or_another_device,
+    _another_device,
     _aborted_collectives,
     _large_device_buffers,
     _ahead_of_a_gpu,
@@ -265,11 +268,15 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def averaged(attached: Mapping[str, Any]) -> dict[int, torch.nn.Parameter]:
-    """The parameters that DistributedDataParallel keeps equal on all ranks, by id: those that were trained when it was
-    made. It does not name them, but counts them. The call has to come before the script freezes or unfreezes others.
+def averaged(attached: Mapping[str, Any], world_size: int) -> dict[int, torch.nn.Parameter]:
+    """The parameters that are equal on all ranks, by id: of one rank all, of several those that DistributedDataParallel
+    keeps equal, which were trained when it was made. It does not name them, but counts them. The call has to come
+    before the script freezes or unfreezes others.
     """
     parameters: dict[int, torch.nn.Parameter] = {}
+    if world_size == 1:
+        modules = (training_state.unwrap(obj) for obj in attached.values() if isinstance(obj, Module))
+        return {id(parameter): parameter for module in modules for parameter in module.parameters()}
     for obj in filter(None, map(training_state.parallel, attached.values())):
         every = [parameter for name, parameter in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
         counted: dict[str, Any] = obj._get_ddp_logging_data()  # type: ignore[no-untyped-call]

@@ -106,9 +106,10 @@ def train(session: elasticd.Session, args: argparse.Namespace) -> None:
     layers: list[torch.nn.Module] = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU()]
     layers += [torch.nn.Dropout(0.3), torch.nn.Linear(64, args.width), torch.nn.Linear(args.width, 1)]
     # With unused parameters DDP keeps its buckets' order, in which more than two ranks' gradients are added.
-    model = DistributedDataParallel(
-        torch.nn.Sequential(*layers).to(session.device), find_unused_parameters=session.world_size > 2
-    )
+    module: torch.nn.Module = torch.nn.Sequential(*layers).to(session.device)
+    if not args.plain:
+        module = DistributedDataParallel(module, find_unused_parameters=session.world_size > 2)
+    model = module
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
@@ -126,7 +127,7 @@ def train(session: elasticd.Session, args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
         held = {name: obj.state_dict() for name, obj in attached.items()}
         if session.rank != 0:
-            held["model"] = dict(model.module.named_parameters())  # each rank's BatchNorm has seen its own batches
+            held["model"] = dict(model.named_parameters())  # each rank's BatchNorm has seen its own batches
         found = digest([held, torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if on_gpu else ())])
         faults.write(f"{what}-{session.rank}", f"{session.round} {session.steps} {found}\n")
 
@@ -172,6 +173,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--ahead", action="store_true", help="no notes and no GradScaler: a processor does not wait for its GPU"
     )
+    parser.add_argument("--plain", action="store_true", help="no DistributedDataParallel: of a rank alone")
     parser.add_argument("--limited", action="store_true", help="gives up where recording a step takes too long")
     parser.add_argument("--die-in-copy", type=numbers, help="RANK,STEP: while it copies; -1: any rank")
     parser.add_argument("--slow-copy", type=numbers, help="RANK,STEP: this copy takes longer than ranks are waited for")
