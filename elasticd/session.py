@@ -472,6 +472,8 @@ class Session:
             # decision.
             self._channel.collect("stopped", b"", "their stop")
             self._should_stop = True
+            if saved and self._donor is not None:
+                self._donor.close()  # what the script trains from here on is no step
             for obj in self._every_object():
                 if callable(on_stop := getattr(obj, "on_stop", None)):
                     on_stop()

@@ -251,6 +251,7 @@ def test_script_that_does_not_stop_trains_no_step_that_is_lost(job: StartJob, tm
     deaf.process.terminate()
     assert deaf.wait() == 128 + signal.SIGTERM
     last = max(digests(deaf, "steps", rank)[-1][1] for rank in (0, 1))
+    assert f"not saved step {last}" not in deaf.err
     again = job("donor.py", "--steps", str(last + 3), flags=directory)
     assert again.wait() == 0
     assert [event["step"] for event in again.events("resumed")] == [last]
@@ -297,6 +298,23 @@ def test_last_step_of_a_job_that_gives_up_is_a_checkpoint(
     assert [event["step"] for event in again.events("resumed")] == [last]
     expected = {step: found for _, step, found in digests(whole, "steps") if step <= 20}
     assert all(expected[step] == found for _, step, found in digests(again, "steps"))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_stop_of_ranks_that_train_costs_no_step(
+    job: StartJob, tmp_path: Path, signum: signal.Signals, workers: str
+) -> None:
+    """SIGHUP ends a rank where it is: from its save on it trains no further."""
+    for _ in range(3):
+        run = job("donor.py", "--steps", "100000", workers=workers, flags=["--checkpoint-dir", str(tmp_path)])
+        start = max((entry.manifest.step for entry in verified_lineage(tmp_path)[0]), default=0)
+        until(lambda run=run, start=start: digests(run, "steps") and digests(run, "steps")[-1][1] > start + 20, "steps")
+        run.process.send_signal(signum)
+        assert run.wait() == 128 + signum
+        last = max(digests(run, "steps", rank)[-1][1] for rank in range(int(workers)))
+        assert max(entry.manifest.step for entry in verified_lineage(tmp_path)[0]) in (last, last + 1)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ import atexit
 import contextlib
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -413,7 +414,7 @@ class Donor:
                                 self._catch_up(until)
                             self._wait_for_begin()
                         wait_s = max(until - time.monotonic(), 0.05)
-                        self._save(wait_s, request.get("ends", False), request.get("stays", 0))
+                        self._save(wait_s, _ends_by(request.get("signum", 0)), request.get("stays", 0))
                     except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
                         if not self._why:
                             self._give_up(f"{type(error).__name__}: {error}")
@@ -702,3 +703,8 @@ class Donor:
         if self._why:
             raise CheckpointError(self._why)
         self._committed.check_unchanged(commit)
+
+
+def _ends_by(signum: int) -> bool:
+    """True if this signal, which the launcher sends next, ends this process at once."""
+    return signum > 0 and signal.getsignal(signum) is signal.SIG_DFL

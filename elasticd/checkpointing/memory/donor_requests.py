@@ -31,15 +31,15 @@ class DonorRequests:
     def add(self, rank: socket.socket, round: int) -> None:
         self._rounds[rank] = round
 
-    def request(self, launcher: socket.socket, round: int, ends: bool, stay: Collection[int]) -> None:
-        """Have every rank of the round save its state; with `ends`, and train no further. With `stay`, only the
-        processes with these pids, which hold their state instead, if they can.
+    def request(self, launcher: socket.socket, round: int, signum: int, stay: Collection[int]) -> None:
+        """Have every rank of the round save its state before it gets this signal. With `stay`, only the processes with
+        these pids, which hold their state instead, if they can.
         """
         self._waiting[launcher] = set()
         for rank, own in self._rounds.items():
             if own == round and peer.runs(rank) and (not stay or peer.pid(rank) in stay):
                 with contextlib.suppress(OSError):  # its end of file follows
-                    channel.send(rank, {"save": round, "ends": ends, "stays": len(stay)})
+                    channel.send(rank, {"save": round, "signum": signum, "stays": len(stay)})
                     self._waiting[launcher].add(rank)
         self._report()
 

@@ -412,7 +412,7 @@ class Writer:
     # --- saving at a fault ----------------------------------------------------------------------------------------
 
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
-        self._donors.request(launcher, message["round"], message.get("ends", False), message.get("stay", ()))
+        self._donors.request(launcher, message["round"], message.get("signum", 0), message.get("stay", ()))
         if oom_kills() > self._oom_kills:
             # The copies may be what was too much: the disk gets them, and no more are made.
             self._is_last = self._gives_up_copies = True

@@ -84,7 +84,7 @@ class WriterProcess:
 
         With `stay`, only the processes with these pids are asked, to hold it.
         """
-        request = {"do": "donate", "round": round, "ends": signum == signal.SIGKILL, "stay": list(stay)}
+        request = {"do": "donate", "round": round, "signum": int(signum), "stay": list(stay)}
         connection = self._request(request) if self.pid else None
         return None if connection is None else SaveAtFault(connection, self, signum, running_since, bool(stay))
 
