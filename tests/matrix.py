@@ -28,9 +28,9 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 NEWEST = "newest"
 TORCHES = ("2.6.0", "2.13.0", NEWEST)
 HEAD = (
-    "`make matrix` runs the tests that measure no time, on CPUs. With each torch it runs those of the library,",
-    "the workers, the torchrun plug-in, torchrun's options and a killed job. With the newest of the day it also runs",
-    "those that need no torch; at first each torch ran all. A cell shows its last run, of the tests that there were.",
+    "`make matrix` runs the tests that measure no time, on CPUs. The tests of the library, the workers, the torchrun",
+    "plug-in, torchrun's options and a killed job run with each torch. Tests that need no torch run with the newest",
+    "torch only. A cell shows its own last run: some ran before this rule, and there were fewer tests then.",
     "",
 )
 TESTS = (

@@ -61,14 +61,15 @@ class MissedCalls:
             if status is None:
                 continue
             why = _ended(status) or self._waits_for_this_rank(store, rank, number, status)
-            why = why or _in_collective(status, mine) or self._stepping(rank, status, mine)
+            why = why or self._in_collective(status, mine) or self._stepping(rank, status, mine)
             if not why or has_come(rank):
                 continue
             if status.failed:
                 return DecisionTimeout(f"rank {rank} {why} before {self._call} at step {mine.step}")
             return MissedCall(
                 f"rank {rank} has not called {self._call} at step {mine.step}; all ranks must. Rank {rank} {why}. Call "
-                "it on every rank, outside of conditions that differ between ranks (`if session.rank == 0:`, a clock)"
+                f"{self._call} on every rank, outside of conditions that differ between ranks "
+                "(`if session.rank == 0:`, a clock)"
             )
         return None
 
@@ -85,6 +86,15 @@ class MissedCalls:
             return f"waits in {status.call} at step {status.step} for this rank"
         return ""
 
+    def _in_collective(self, status: RankStatus, mine: RankStatus) -> str:
+        if not status.collective or status.duration_s < BLOCKED_S or status.step != mine.step:
+            return ""
+        # Counted from the same step, as sends and receives are counted too and differ between ranks.
+        if mine.issued_in_step < 0 or status.issued_in_step <= mine.issued_in_step:
+            return ""
+        where, duration = status.collective, f"{status.duration_s:.0f} s"
+        return f"has waited in {where} for {duration}; rank {self._rank} has not reached that"
+
     def _stepping(self, rank: int, status: RankStatus, mine: RankStatus) -> str:
         if self._any_step:
             return ""
@@ -97,12 +107,3 @@ def _ended(status: RankStatus) -> str:
     if status.phase != "exit":
         return ""
     return "ended by an exception" if status.failed else "has closed its session, or has ended"
-
-
-def _in_collective(status: RankStatus, mine: RankStatus) -> str:
-    if not status.collective or status.duration_s < BLOCKED_S or status.step != mine.step:
-        return ""
-    # Counted from the same step, as sends and receives are counted too and differ between ranks.
-    if mine.issued_in_step < 0 or status.issued_in_step <= mine.issued_in_step:
-        return ""
-    return f"has waited in {status.collective} for {status.duration_s:.0f} s, which this rank has not reached"
