@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and how the ranks save one together.
+"""The interval of saves, as the script gives it; when a checkpoint is due; how the ranks save one together.
 
 A save, in this order:
 

@@ -1,4 +1,4 @@
-"""The status of every rank, published by the rank itself: to tell a missing rank from a slow one.
+"""The status that every rank publishes, and the sentence about missing ranks: it tells a dead rank from a slow one.
 
 Each rank's process publishes once a second its step, its phase, and for how long it has been there, from a thread with
 a connection of its own. It is a plain `set`, which TCPStore does not answer: it costs some 20 µs, waits for nobody, and
