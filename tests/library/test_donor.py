@@ -311,7 +311,7 @@ def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(two_ranks: TwoRanks,
         scaler.scale(torch.ones(1, device=on))
     keys = {key for (_, key), _ in step_files.buffers({"scaler": scaler})}
     assert keys == ({"scale", "_growth_tracker"} if on == "meta" else set())
-    state = committed_state.state_at_commit(scaler)()
+    state = committed_state.nonblocking_state_reader(scaler)()
     assert state.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
     assert (state["growth_interval"], state.get("scale", 8.0)) == (5, 8.0)
     attached = {**two_ranks.attached[0], "scaler": scaler}

@@ -27,8 +27,8 @@ class RunModel(NamedTuple):
     settings: AgentSettings
 
 
-def name_of(entrypoint: str, module: bool) -> str:
-    """The beginning of the name of a job that has none: train-lm for train_lm.py and for the module pkg.train_lm."""
+def job_id_prefix(entrypoint: str, module: bool) -> str:
+    """The beginning of the id of a job that has none: train-lm for train_lm.py and for the module pkg.train_lm."""
     last = entrypoint.rpartition(".")[2] if module else Path(entrypoint).stem
     return re.sub(r"[^a-z0-9]+", "-", last.lower())[:40].strip("-") or "job"
 

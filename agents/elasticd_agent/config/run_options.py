@@ -29,7 +29,7 @@ from elasticd_agent.config.flag import Flag, Treatment, ValueType
 from elasticd_agent.config.notice_options import parse_service
 from elasticd_agent.config.quantities import parse_count_range
 from elasticd_agent.config.rendezvous_options import RendezvousOptions, read_rendezvous
-from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, name_of, policy_with, preloaded_modules
+from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, job_id_prefix, policy_with, preloaded_modules
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Streams
 from elasticd_agent.model.phrases import did_you_mean
@@ -225,7 +225,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         entrypoint=parsed.training_script,
         args=tuple(parsed.training_script_args),
         cwd=cwd,
-        job_id=options.job_id or f"{name_of(parsed.training_script, parsed.module)}-{os.urandom(4).hex()}",
+        job_id=options.job_id or f"{job_id_prefix(parsed.training_script, parsed.module)}-{os.urandom(4).hex()}",
         run=os.urandom(8).hex() if options.run is None else options.run,
         role=parsed.role,
         min_workers=low,

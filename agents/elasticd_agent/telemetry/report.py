@@ -29,7 +29,7 @@ CLOCKS_S = 60.0
 """The clocks of two nodes may differ by this much; a larger difference means another run."""
 MAX_TIMELINES = 20_000
 """Nodes of jobs. Anybody's job can write a log with any number of names."""
-MAX_RUNS = 1000
+MAX_RUNS_PER_JOB_ID = 1000
 """Runs of one job id whose failures are told apart."""
 NO_RESTART = "no restart"
 """The cause of time that was lost at the end of a job: no round followed the fault."""
@@ -331,7 +331,7 @@ def _note(job: _Job, failure: _Failure) -> None:
         if _same_time(one.at, failure.at):
             noted[index] = min(one, failure, key=lambda each: each.at)
             return
-    if len(noted) < MAX_RUNS:
+    if len(noted) < MAX_RUNS_PER_JOB_ID:
         noted.append(failure)
 
 

@@ -127,7 +127,7 @@ def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple
     return tuple(replace(worker, env={**worker.env, **env}) for worker in workers)
 
 
-def keeps_store(round: Round) -> bool:
+def store_outlives_group(round: Round) -> bool:
     """True if a store outlives its own node's group: workers of other nodes may end later, as under torchrun."""
     return len(round.members) > 1
 

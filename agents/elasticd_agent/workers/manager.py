@@ -72,8 +72,8 @@ from elasticd_agent.workers.groups import (
     ParkedGroup,
     PendingStart,
     WorkerGroup,
-    keeps_store,
     read_exit_report,
+    store_outlives_group,
     with_master,
     write_request,
 )
@@ -460,7 +460,7 @@ class WorkerManager:
                     who = f"train had ended on {plural(len(over), 'rank')} {names}, by a result or an error"
                     self._report(f"round {number}: {who}: a new process follows, without what it held")
                 self._keep(group, waiting)
-                if group.store_pid and keeps_store(group.round):
+                if group.store_pid and store_outlives_group(group.round):
                     self._stores.append(name)
                 unkillable = [self._process_unkillable(group.round, process) for process in processes]
                 self._unkillable.update(process.pid for process in unkillable)
@@ -636,7 +636,7 @@ class WorkerManager:
         group = WorkerGroup(start.round, start.workers, start.master, warm=True, held_ranks=busy, kept=kept)
         self._groups[spare.name] = group
         self._spare = self._start = None
-        workers, keep = [worker.fields() for worker in start.workers], keeps_store(start.round)
+        workers, keep = [worker.fields() for worker in start.workers], store_outlives_group(start.round)
         has_store = start.master is None
         self._kept = {slot: one for slot, one in self._kept.items() if one.pid not in kept}
         self._owner.send(messages.Release(spare.name, has_store, keep, self._host, self._port, workers, busy, kept))
@@ -662,7 +662,7 @@ class WorkerManager:
         self._start = None
         self._last_name += 1
         self._groups[self._last_name] = WorkerGroup(start.round, start.workers, start.master, warm=False)
-        has_store, keep = start.master is None, keeps_store(start.round)
+        has_store, keep = start.master is None, store_outlives_group(start.round)
         self._owner.send(
             self._requests.cold(self._last_name, start.workers, self._host, self._port, store=has_store, keep=keep)
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
 from elasticd.errors import ElasticdError, UsageError, WireError
-from elasticd_agent.config.run_model import name_of
+from elasticd_agent.config.run_model import job_id_prefix
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.phrases import count, is_are, listing
 from elasticd_agent.model.records import Round
@@ -125,7 +125,7 @@ class JobService:
             priority=job.priority,
             spares=job.spares,
         )
-        return request, name_of(job.command[0], job.module)
+        return request, job_id_prefix(job.command[0], job.module)
 
     def _check_number(self, by: str, token: str) -> None:
         """Raises Conflict for a submitter with too many jobs, except for a submission that is repeated."""

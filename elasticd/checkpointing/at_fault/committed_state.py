@@ -87,7 +87,7 @@ class CommittedState:
         objects = list(self._attached.values())
         self.optimizers = [obj for obj in objects if isinstance(obj, Optimizer)]
         self._others = [obj for obj in objects if not isinstance(obj, (Module, Optimizer))]
-        self._states = list(map(state_at_commit, self._others))
+        self._states = list(map(nonblocking_state_reader, self._others))
         self._scalers = [obj for obj in self._others if isinstance(obj, GradScaler)]
         self._updates = self._scaler_updates()
         self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
@@ -519,9 +519,9 @@ def _alike(kind: str, one: _Digests, other: _Digests) -> bool | None:
     return None if one is None or other is None else one.get(kind) == other.get(kind)
 
 
-def state_at_commit(obj: Any) -> Callable[[], Any]:
-    """A function that returns an object's state at a commit: that of a GradScaler lacks the part on the GPU, since
-    reading that would wait for the GPU.
+def nonblocking_state_reader(obj: Any) -> Callable[[], Any]:
+    """A function that returns an object's state without waiting for the GPU: that of a GradScaler lacks the part which
+    lies there.
     """
     if not isinstance(obj, GradScaler):
         state_dict: Callable[[], Any] = obj.state_dict

@@ -43,7 +43,7 @@ from typing import Any
 
 from elasticd.bounded_json import JsonObject
 from elasticd.checkpointing.storage.manifest import MANIFEST, Checksum, FileState, Manifest, parse
-from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package, scheme_at, url_of
+from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package, scheme_index, url_of
 from elasticd.errors import DirectoryInUse, ObjectStoreError
 
 _Info = Mapping[str, Any]
@@ -462,7 +462,7 @@ class ObjectStore:
     def _check_private(self) -> None:
         """Make the local directory. Other users might have made the root of all copies, or what is below it."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        at = scheme_at(self._directory)
+        at = scheme_index(self._directory)
         for path in (self._directory, *self._directory.parents)[: len(self._directory.parts) - (at or 0) + 1]:
             if os.stat(path, follow_symlinks=False).st_uid not in (0, os.geteuid()):
                 raise ObjectStoreError(f"{path} belongs to another user; set {CACHE_VARIABLE}")

@@ -25,7 +25,7 @@ def resolve(directory: str | os.PathLike[str], root: str = "") -> Path:
     `root`: of the copies. Raises UsageError for a URL without a bucket.
     """
     path = Path(directory)
-    at = scheme_at(path)
+    at = scheme_index(path)
     if at is None:
         return path.absolute()
     if ".." in path.parts[at:] or len(path.parts) < at + 2:
@@ -47,7 +47,7 @@ def own_directory(path: str) -> str:
 
 def url_of(directory: Path) -> str | None:
     """The URL of the store that this directory is a copy of; None for any other directory."""
-    at = scheme_at(directory)
+    at = scheme_index(directory)
     return None if at is None else f"{directory.parts[at]}//{'/'.join(directory.parts[at + 1 :])}"
 
 
@@ -58,7 +58,7 @@ def shown(path: Path) -> str:
 
 def package_of(directory: Path) -> str | None:
     """The package that fsspec needs for the store of `directory`; None for any other directory."""
-    at = scheme_at(directory)
+    at = scheme_index(directory)
     return None if at is None else PACKAGES[directory.parts[at][:-1]]
 
 
@@ -71,6 +71,6 @@ def missing_package(directory: Path) -> str | None:
     return f"checkpoints in {url} need the package {package}: pip install 'elasticd[objects]' for {sys.executable}"
 
 
-def scheme_at(path: Path) -> int | None:
+def scheme_index(path: Path) -> int | None:
     """The index of the scheme in the parts of this path; None for a path that has none."""
     return next((at for at, part in enumerate(path.parts) if part[-1:] == ":" and part[:-1] in PACKAGES), None)

@@ -102,7 +102,7 @@ class HostMaintenance:
         self._wire.set(tcp.VERSION, str((time.time_ns() // 1_000_000 << 20) + secrets.randbits(20)).encode())
         for register in (tcp.DIRECTORIES, tcp.LEASES, tcp.WATCHED):
             self._wire.set(register, tcp.join_entries(()))
-        host = tcp.STANDALONE if standalone else f"{tcp.TERM}{term}" if term else ""
+        host = tcp.STANDALONE if standalone else f"{tcp.TERM_FIELD}{term}" if term else ""
         self._wire.set(tcp.MARKER, f"{PROTOCOL} {secrets.token_hex(8)}{host}".encode())
 
     def turn(self, monotonic: float) -> None:

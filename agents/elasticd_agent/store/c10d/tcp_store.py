@@ -50,7 +50,7 @@ MARKER = ROOT + b"host"
 """Identifies one start of the host. Written last, so that everything else is in place once it is there."""
 STANDALONE = " standalone"
 """Ends the marker of a host that is no agent of a job: any of its agents may lead then."""
-TERM = " term="
+TERM_FIELD = " term="
 """Begins the end of the marker of a host that is an agent, where another agent may host the job's next store."""
 VERSION = ROOT + b"version"
 """The counter from which all versions are drawn."""
@@ -119,7 +119,7 @@ def join_entries(texts: Iterable[str]) -> bytes:
 
 def parse_start(start: str) -> tuple[bool, int]:
     """The facts in a marker: True if the host is no agent of a job, and the store's term, 0 for none."""
-    return start.endswith(STANDALONE), parse_number(start.partition(TERM)[2].encode()) or 0
+    return start.endswith(STANDALONE), parse_number(start.partition(TERM_FIELD)[2].encode()) or 0
 
 
 def parse_number(raw: bytes | None) -> int | None:
