@@ -51,10 +51,10 @@ KINDS = [
 ]
 
 
-def train(job: StartJob, whole: Job, faults: list[Fault], flags: Sequence[str] = ()) -> Job:
+def train(job: StartJob, whole: Job, faults: list[Fault], *args: str, flags: Sequence[str] = ()) -> Job:
     """Train with these faults, and with the same result as without."""
     how: dict[str, Any] = {"workers": "3", "faults": faults, "flags": [*CHECKPOINTS, *flags]}
-    run = job("staying.py", "--steps", str(STEPS), **how)
+    run = job("staying.py", "--steps", str(STEPS), *args, **how)
     assert run.wait() == 0
     for rank in range(3):
         assert digests(run, rank) == digests(whole, rank)
@@ -77,6 +77,13 @@ def test_survivors_stay_and_the_run_is_the_same(job: StartJob, whole: Job, fault
     assert kept(run) == [0, 2]
     assert "2 workers here kept the process" in run.err
     assert "did not leave" not in run.err, "a rank that hangs is not waited for"
+
+
+def test_state_in_objects_of_train_is_copied_once(job: StartJob, whole: Job) -> None:
+    """A survivor cannot hold it for the next round: it copies it when it is asked first, and is not waited for."""
+    run = train(job, whole, [Fault(1, 13, "SIGKILL")], "--new-objects")
+    assert kept(run) == [0, 2]
+    assert "did not save" not in run.err
 
 
 @pytest.mark.system

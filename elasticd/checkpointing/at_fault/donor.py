@@ -178,6 +178,8 @@ class Donor:
         self._socket: socket.socket | None = None
         self._round = context.round
         """The round in which it answers."""
+        self._saved = 0
+        """The step of which it has found or put a copy in memory, since the last request."""
         self.held: HeldCommit | None = None
         """The state of the last commit, from the launcher's word that this process is to stay."""
         self._left_with = ""
@@ -405,6 +407,7 @@ class Donor:
             while (request := self._next_request(self._socket)) is not None:
                 if refused := request.get("refused"):
                     return str(refused)
+                self._saved = 0
                 if self.held is not None or self._can_copy():
                     channel.send(self._socket, {"do": "saving"})
                     try:
@@ -439,7 +442,7 @@ class Donor:
     def _answer(self) -> None:
         if self._socket is not None:
             held = self.held.commit.step if self.held is not None else 0
-            channel.send(self._socket, {"do": "donated", "held": held})
+            channel.send(self._socket, {"do": "donated", "held": held, "saved": self._saved})
 
     def _can_copy(self) -> bool:
         if self._why or self._committed.copies is None:
@@ -600,7 +603,7 @@ class Donor:
         except Exception as error:  # noqa: BLE001 - state_dict() of any object
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
-            if ends:
+            if ends and (self.held is not None or self._saved):
                 with contextlib.suppress(OSError):
                     self._answer()
                 self._launch.changed.wait(LONGEST_STAY_S)
@@ -620,6 +623,7 @@ class Donor:
                 return
             with contextlib.closing(self._client()) as client:
                 if self._is_saved(client, commit.step):
+                    self._saved = commit.step
                     return
             self._keep(self._whole(commit))
         except (OSError, SnapshotRefused, CheckpointError) as error:
@@ -640,11 +644,11 @@ class Donor:
         step = state.draft.step
         try:
             with contextlib.closing(self._client()) as client:
-                if self._is_saved(client, step):
-                    return
-                self._fill(client, state, in_time)
                 if not self._is_saved(client, step):
-                    raise CheckpointError("the writer has ended meanwhile")
+                    self._fill(client, state, in_time)
+                    if not self._is_saved(client, step):
+                        raise CheckpointError("the writer has ended meanwhile")
+                self._saved = step
         except (OSError, SnapshotRefused, CheckpointError) as error:
             self._report_unsaved(step, str(error))
 

@@ -20,8 +20,8 @@ class DonorRequests:
         self._begun: set[socket.socket] = set()
         self._answered: set[socket.socket] = set()
         """Launchers for which a rank is done."""
-        self._held: dict[socket.socket, int] = {}
-        """The newest step of which a rank holds the state, for each launcher."""
+        self._steps: dict[socket.socket, tuple[int, int]] = {}
+        """The newest steps, for each launcher, of which a rank holds the state, and of which it has saved it."""
 
     @property
     def are_busy(self) -> bool:
@@ -47,11 +47,14 @@ class DonorRequests:
         self._begun.add(rank)
         self._report()
 
-    def done(self, rank: socket.socket, held: int) -> None:
-        """A rank has answered, with or without success. `held`: the step of the state that it holds, 0 for none."""
+    def done(self, rank: socket.socket, held: int, saved: int) -> None:
+        """A rank has answered, with or without success. `held`: the step of the state that it holds, `saved`: of the
+        one that it knows to be in memory; 0 for none.
+        """
         for launcher in [launcher for launcher, ranks in self._waiting.items() if rank in ranks]:
             self._answered.add(launcher)
-            self._held[launcher] = max(held, self._held.get(launcher, 0))
+            held_before, saved_before = self._steps.get(launcher, (0, 0))
+            self._steps[launcher] = max(held, held_before), max(saved, saved_before)
         self._leave(rank)
 
     def _leave(self, rank: socket.socket) -> None:
@@ -64,7 +67,7 @@ class DonorRequests:
         self._rounds.pop(connection, None)
         self._waiting.pop(connection, None)
         self._answered.discard(connection)
-        self._held.pop(connection, None)
+        self._steps.pop(connection, None)
         self._leave(connection)
 
     def _report(self) -> None:
@@ -72,5 +75,6 @@ class DonorRequests:
             if not ranks:
                 del self._waiting[launcher]
             state = {"busy": len(ranks & self._begun), "left": len(ranks), "answered": launcher in self._answered}
+            held, saved = self._steps.get(launcher, (0, 0))
             with contextlib.suppress(OSError):
-                channel.send(launcher, state if ranks else {"held": self._held.get(launcher, 0)})
+                channel.send(launcher, state if ranks else {"held": held, "saved": saved})

@@ -16,12 +16,13 @@
                                                                         {refused: why}
     rank        donor {round}                                       it saves its state when {save} arrives, and
     rank        saving {}                                           says that it has begun, and
-    rank        donated {held}                                      that it is done, with or without success; `held`:
-                                                                    the step of the state that it holds in its process
-    launcher    donate {round, ends, stay}                      ->  {busy}, again and again: so many donors of the round
-                                                                    have begun; {held}: all are done. `ends`: they are
-                                                                    killed then, or unwound. `stay`: only these pids are
-                                                                    asked, which hold their state and copy nothing
+    rank        donated {held, saved}                               that it is done, with or without success; `held`:
+                                                                    the step of the state that it holds in its process,
+                                                                    `saved`: of the one that is in memory
+    launcher    donate {round, signum, stay}                    ->  {busy}, again and again: so many donors of the round
+                                                                    have begun; {held, saved}: all are done. `signum`
+                                                                    follows. `stay`: only these pids are asked, which
+                                                                    hold their state if they can, and else copy it
     launcher    flush {}                                        ->  {step, path} of the newest checkpoint, once nothing
                                                                     is left to write, and why a newer state is none;
                                                                     {} if there is no state
@@ -142,7 +143,7 @@ class Writer:
             "donor": lambda rank, message: self._donors.add(rank, message["round"]),
             "donate": self._do_donate,
             "saving": lambda rank, _: self._donors.begun(rank),
-            "donated": lambda rank, message: self._donors.done(rank, message.get("held", 0)),
+            "donated": lambda rank, message: self._donors.done(rank, message.get("held", 0), message.get("saved", 0)),
             "flush": self._do_flush,
             "wait": self._do_wait,
             "settle": self._do_settle,

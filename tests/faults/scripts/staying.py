@@ -20,23 +20,34 @@ import elasticd
 parser = argparse.ArgumentParser()
 parser.add_argument("args", nargs="*")
 parser.add_argument("--steps", type=int, required=True)
+parser.add_argument("--new-objects", action="store_true", help="each call of train makes its model")
 options = parser.parse_args()
 
 faults.at(0)
 session = elasticd.init()
-torch.manual_seed(session.rank)
-layers: list[torch.nn.Module] = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
-model = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)), find_unused_parameters=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
-sampler = elasticd.ElasticBatchSampler(dataset, global_batch=12)
-session.attach(model=model, optimizer=optimizer, sampler=sampler)
-session.checkpoint(every=1000)
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, elasticd.ElasticBatchSampler]:
+    torch.manual_seed(session.rank)
+    layers: list[torch.nn.Module] = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sampler = elasticd.ElasticBatchSampler(dataset, global_batch=12)
+    session.attach(model=model, optimizer=optimizer, sampler=sampler)
+    session.checkpoint(every=1000)
+    return model, optimizer, sampler
+
+
+made = None if options.new_objects else make()
 
 
 def train() -> int:
     faults.RANK, faults.ROUND = session.rank, session.round
+    model, optimizer, sampler = made or make()
+    if options.new_objects:
+        session.restore()
     for epoch in range(sampler.epoch, sampler.epoch + 1000):
         sampler.set_epoch(epoch)
         for x, y in DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator()):

@@ -540,7 +540,7 @@ class Owner:
         if saving is None or not saving.is_over():
             return
         group.held_step = max(saving.held, group.held_step)
-        if saving.is_of_stayers and not saving.held and group.end.save is not None:
+        if saving.is_of_stayers and not (saving.held or saving.saved) and group.end.save is not None:
             self.end_saving(group)
             if self.save_first(group, group.end.save, saving.signum):
                 return

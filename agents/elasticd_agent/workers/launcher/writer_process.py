@@ -165,6 +165,8 @@ class SaveAtFault:
         """Workers that stay are asked to hold their state, and no other ones."""
         self.held = 0
         """The newest step of which one of them holds the state."""
+        self.saved = 0
+        """The newest step of which one of them knows the state to be in memory."""
         self.since = self._looked_at = time.monotonic()
         self.unsaved = 0
         """Workers that have not answered yet, once the writer has reported."""
@@ -179,7 +181,8 @@ class SaveAtFault:
         """
         report = channel.receive(self.connection)
         if report is None or "busy" not in report:
-            self.held = report.get("held", 0) if report else 0
+            report = report or {}
+            self.held, self.saved = report.get("held", 0), report.get("saved", 0)
             return True
         self.unsaved = report.get("left", 0)
         lost_s = 0.0 if report.get("answered") else self._lost_s
