@@ -149,7 +149,7 @@ class HeartbeatThread:
         self._writer.tick(issued, self._timeout_ms, waits, moved, periods)
         self._read_wait_timeout(waits and not moved)
         if issued >= 0:
-            self._read_groups(moved)
+            self.read_groups(moved)
         if not self._exiting and script_is_over():
             self._exiting = True
             self._writer.set_phase(Phase.EXIT)
@@ -180,7 +180,7 @@ class HeartbeatThread:
             found_ms = 0 if found_ms == timeout_ms(default_group()) else found_ms
         self._writer.write_wait_timeout(found_ms)
 
-    def _read_groups(self, moved: bool) -> None:
+    def read_groups(self, moved: bool) -> None:
         began = time.monotonic_ns()
         quiet_ns = MOVING_GROUPS_AFTER_NS if moved else GROUPS_AFTER_NS
         if began < max(self._read_groups_at, self._writer.progress_ns + quiet_ns):

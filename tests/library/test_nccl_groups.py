@@ -211,7 +211,7 @@ def test_recorder_is_read_only_while_quiet(torch: FakeTorch, monkeypatch: pytest
     again_ns = slow_ns + max(GROUPS_AFTER_NS, GROUPS_SHARE * slow_ns)
     for pause_ns, count in ((GROUPS_AFTER_NS - 1, 0), (1, 1), (again_ns - slow_ns - 1, 1), (1, 2)):
         now_ns += pause_ns
-        thread._read_groups(False)
+        thread.read_groups(False)
         assert len(readings) == count
     with HeartbeatReader(tmp_path / "beat") as reader:
         assert reader.read().groups == ((key("0", ALL), 7, 6),)
@@ -227,7 +227,7 @@ def test_recorder_is_read_late_while_python_moves(
     for seconds, moved, count in ((0.5, False, 0), (2, True, 0), (2, False, 1), (6, True, 2)):
         now_ns = writer.progress_ns + int(seconds * 1e9)
         monkeypatch.setattr(time, "monotonic_ns", lambda now_ns=now_ns: now_ns)
-        thread._read_groups(moved)
+        thread.read_groups(moved)
         assert len(torch.calls) == count, seconds
 
 
