@@ -98,7 +98,7 @@ def test_wheel_has_the_pages_and_absolute_links(built: Path) -> None:
     assert pages == {path.name for path in (ROOT / "docs").glob("*.md")}
     assert f"\nVersion: {elasticd.__version__}\n" in metadata
     links = re.findall(r"\]\(([^)]+)\)", metadata)
-    assert len(links) > 3
+    assert links
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
