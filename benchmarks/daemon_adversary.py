@@ -87,6 +87,8 @@ class Adversary:
     taken: list[str] = field(default_factory=list)
     """Requests that no agent should take."""
     _agents: list[int] = field(default_factory=list)
+    _poisons: list[Poison] = field(default_factory=list)
+    """Those that are in the store."""
     _token: str = ""
     canary: Path = field(init=False)
     _before: Mapping[str, object] = field(init=False)
@@ -137,7 +139,9 @@ class Adversary:
                 with contextlib.closing(connection):
                     connection.request("POST", path, body, head)
                     self.taken += [path] if connection.getresponse().status // 100 == 2 else []
-        return self.rng.choice((self._beside, self._beside, self._instead))()
+        poison = self.rng.choice((self._beside, self._beside, self._instead))()
+        self._poisons += [poison] if poison is not None else []
+        return poison
 
     def _beside(self) -> Poison | None:
         """A new record: a path as its name, another record's key, or nonsense."""
@@ -163,7 +167,7 @@ class Adversary:
     def _instead(self) -> Poison | None:
         """Nonsense in place of a live record."""
         keys = self._ctl("get", "--prefix", "--keys-only", names.ROOT + "/")
-        found = keys.split() if keys else []
+        found = sorted({*(keys.split() if keys else ())} - {poison.key for poison in self._poisons})
         if not found:
             return None
         key = self.rng.choice(found)
@@ -182,11 +186,14 @@ class Adversary:
             now = self._read(poison.key)
         except OSError:
             return False
-        if now != poison.value:
-            return True
-        if poison.before is None:
-            return self._ctl("del", "--", poison.key) is not None
-        return self._put(poison.key, poison.before, poison.before) is not None
+        cured: object = True
+        if now == poison.value and poison.before is None:
+            cured = self._ctl("del", "--", poison.key)
+        elif now == poison.value and poison.before is not None:
+            cured = self._put(poison.key, poison.before, poison.before)
+        if cured is not None:
+            self._poisons.remove(poison)
+        return cured is not None
 
     def _put(self, key: str, value: bytes, before: bytes | None = None) -> Poison | None:
         """A live key keeps its lease."""
