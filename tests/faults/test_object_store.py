@@ -58,6 +58,7 @@ def test_everything_dies_and_another_node_goes_on(job: StartJob, s3: S3, tmp_pat
     assert "was not released" not in third.err
 
 
+@pytest.mark.timeout(300)
 def test_the_store_is_away_for_a_while(job: StartJob, s3: S3, tmp_path: Path) -> None:
     """Saves fail, training goes on, a rank dies and the job resumes from memory; then it saves again."""
     run = job("resume.py", "--steps", "100000", "--every", "1s", **stored(s3, tmp_path / "a"))

@@ -160,6 +160,7 @@ FAULTS = {
     "503 at listings": {"do": "503", "method": "GET", "path": "list-type", "count": 3},
     "the listing is late": {"do": "hide", "method": "GET", "path": "list-type", "count": 1000, "seconds": 60},
     "cut while it is read": {"do": "cut", "method": "GET", "path": STATE, "count": 3},
+    "cut while leftovers are listed": {"do": "cut", "method": "GET", "path": r"\?uploads", "count": 1000},
 }
 
 

@@ -560,10 +560,10 @@ class Writer:
                 return checkpoint_files.relink(task.directory, _entry(snapshot.path), draft.round), ""
             own = state_files.contents(self._buffers, number, snapshot)
             return state_files.write(own, snapshot, self._gives_up(snapshot)), ""
-        except (OSError, ValueError, CheckpointError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a file system or a store's package raises: others follow
             if snapshot.path:
                 return self._write(number, replace(snapshot, path=""), is_last)
-            return None, str(error)
+            return None, str(error) or repr(error)
 
     def _gives_up(self, snapshot: Snapshot) -> Callable[[], str]:
         """Why it does not wait any longer for the other nodes' parts of a sharded state."""
@@ -584,7 +584,7 @@ class Writer:
         assert task is not None
         try:
             retain(task.directory, snapshot.draft.round, task.keep, task.keep_every)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - as in `_write`
             events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
             events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)
 

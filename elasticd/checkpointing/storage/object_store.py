@@ -311,7 +311,8 @@ class ObjectStore:
             return
         s3 = self._files.fs
         bucket, _, prefix = f"{self._root}/{below}".partition("/")
-        with contextlib.suppress(OSError):  # it may be forbidden; then a rule of the bucket has to do it
+        # It may be forbidden, and then a rule of the bucket has to do it; where the store is away, the upload says so.
+        with contextlib.suppress(Exception):
             for upload in s3.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", ()):
                 s3.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
