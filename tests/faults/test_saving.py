@@ -79,7 +79,7 @@ def test_copies_are_given_up_when_the_memory_does_not_suffice(job: StartJob, tmp
 
 
 def test_rank_that_the_kernel_kills_for_lack_of_memory(job: StartJob) -> None:
-    with memory_limit(300) as group:
+    with memory_limit(700) as group:
         run = job("plain.py", "${local_rank}", "hungry", prefix=inside(group), flags=["--max-restarts", "1"])
         assert run.wait() == 1
     reasons = [event["reason"] for event in run.events("worker_exited", signal=int(signal.SIGKILL), requested=False)]
