@@ -355,7 +355,7 @@ def test_last_tick_counts_what_was_issued_before_the_exit(tmp_path: Path, monkey
     issued = [7]
     first = threading.Event()
     monkeypatch.setattr(ticker, "_read_collectives", lambda: issued[-1])
-    monkeypatch.setattr(ticker, "_read_groups", lambda _: first.set())
+    monkeypatch.setattr(ticker, "read_groups", lambda _: first.set())
     ticker.start()
     assert first.wait(30)
     issued.append(8)

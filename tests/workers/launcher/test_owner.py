@@ -148,7 +148,7 @@ def test_rank_that_gets_no_processor_at_a_fault_has_the_time_that_would_be_lost(
         time.sleep(3.0 if answers else 1.2)  # it trains
         owner.send(Signal(1, signal.SIGKILL, save=1))
         asked = time.monotonic()
-        assert channel.receive(rank) == {"save": 1, "ends": True, "stays": 0}
+        assert channel.receive(rank) == {"save": 1, "signum": signal.SIGKILL, "stays": 0}
         if answers:
             time.sleep(0.6)
             channel.send(rank, {"do": "donated"})
