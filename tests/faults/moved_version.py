@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from tests.faults.job import REPOSITORY, Event, comm_of, descendants, until
 
-_PACKAGES = (REPOSITORY / "elasticd", REPOSITORY / "agents" / "elasticd_agent")
+_AGENTS = REPOSITORY / "agents"
+_PACKAGES = (REPOSITORY / "elasticd", _AGENTS / "elasticd_agent", _AGENTS / "elasticd_daemon")
 
 
 def install(site: Path) -> Path:
@@ -45,14 +47,22 @@ def _move(package: Path) -> None:
     names = "|".join(path.stem for path in parts)
     for path in parts:
         path.rename(path.with_name(f"{path.stem}_v2{path.suffix}"))
-    for file in (path for top in (package, package.parent / "elasticd_agent") for path in _sources(top)):
+    for file in (path for top in _PACKAGES for path in _sources(package.parent / top.name)):
         text = re.sub(rf"\b{package.name}\.({names})\b", rf"{package.name}.\1_v2", file.read_text())
         text = re.sub(
-            rf"from {package.name} import ({names})$", rf"from {package.name} import \1_v2 as \1", text, flags=re.M
+            rf"^( *from {package.name} import )(\w.*)$",
+            lambda line: line[1] + re.sub(rf"(?<!as )\b({names})\b( as)?", _moved, line[2]),
+            text,
+            flags=re.M,
         )
-        if file.name in ("installation.py", "requests.py") or file.parent == package:  # names in strings
+        in_strings = file.name in ("installation.py", "requests.py") or file.parent == package
+        if in_strings and package.name != "elasticd_daemon":  # there they name folders
             text = re.sub(rf'"({names})(?=["/.])', r'"\1_v2', text)
         file.write_text(text)
+
+
+def _moved(name: re.Match[str]) -> str:
+    return f"{name[1]}_v2 as" if name[2] else f"{name[1]}_v2 as {name[1]}"
 
 
 def hang_a_rank(worker: int, events: Callable[[str], list[Event]], logs: Path, report: Callable[[], str]) -> None:
@@ -62,7 +72,8 @@ def hang_a_rank(worker: int, events: Callable[[str], list[Event]], logs: Path, r
     assert verdict["cause"] == "stopped"
     evidence = logs / "round-1" / "evidence"
     until(lambda: (evidence / "verdict.json").exists(), report)
-    assert all(list(evidence.glob(f"*{rank}*")) for rank in (0, 1)), list(evidence.iterdir())
+    (of_node,) = (json.loads(path.read_text()) for path in evidence.glob("evidence-*.json"))
+    assert {rank["rank"] for rank in of_node["ranks"]} == {0, 1}
 
 
 def kill_owner(runner: int) -> None:

@@ -243,7 +243,7 @@ def test_node_without_copies_saves_at_a_fault(start: Any, nodes: Nodes, tmp_path
         launcher.connect(str(where[1].path))
         launcher.settimeout(10)
         launcher.send(json.dumps({"do": "donate", "round": 1}).encode())
-        while json.loads(launcher.recv(4096)):
+        while "busy" in json.loads(launcher.recv(4096)):
             pass
     messages = [event.reason for event in job.ranks[1].read_events()]
     assert [reason for reason in messages if "equal on all ranks" in reason] == messages
