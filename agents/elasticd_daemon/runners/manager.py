@@ -50,6 +50,8 @@ from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, exit_for, rea
 
 KILL_AFTER_SIGTERM_S = 5.0
 """The time from the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
+APART_S = 2 * TOGETHER_S
+"""The least time between two SIGTERMs to a runner: on a busy machine it may receive the first one late."""
 REMNANT_GRACE_S = 25.0
 """The time for the owner of a killed runner to end its processes; after it they are killed from here."""
 EMPTY_SCANS = 2
@@ -301,7 +303,7 @@ class RunnerManager:
         runner.stop_requested = True
         runner.state = "leaving"
         runner.why = why
-        runner.leave_deadline = time.monotonic() + max(within_s, TOGETHER_S)
+        runner.leave_deadline = time.monotonic() + max(within_s, APART_S)
         try:  # before the signal: the main loop must not wait for a runner that does not answer
             liveness.write_reason(runner.files.lock, why)
         except OSError as error:
@@ -310,10 +312,10 @@ class RunnerManager:
         return True
 
     def expire_deadlines(self) -> None:
-        """Runners that are leaving get no more time than that in which a second SIGTERM would be the first one's."""
+        """Runners that are leaving get no more time than APART_S."""
         for runner in self._runners.values():
             if runner.leave_deadline is not None:
-                runner.leave_deadline = min(runner.leave_deadline, time.monotonic() + TOGETHER_S)
+                runner.leave_deadline = min(runner.leave_deadline, time.monotonic() + APART_S)
 
     def poll(self, now: float) -> list[RunnerEnd]:
         """Escalate stops; returns runners that have ended, each once."""

@@ -1,7 +1,8 @@
 """A save at a fault: before a broken group is killed, a surviving rank copies the state of its last commit into memory.
 
 Under DistributedDataParallel every rank has the whole state of the last commit, the end of `session.step()`. So one
-survivor is enough to lose no step, if what it copies is the state of that step and of no other. The order:
+survivor is enough to lose no step, if what it copies is the state of that step and of no other. A rank that is alone
+saves its own state so, where its process lives: at a stop, and when its script fails. The order:
 
 1. At each commit (`committed_state`) a rank records what may change before the next optimizer step: random states,
    buffers, learning rates, small objects. Parameters and the optimizer's tensors are not copied: they change only
@@ -19,10 +20,10 @@ survivor is enough to lose no step, if what it copies is the state of that step 
 6. The next round resumes from it (`restore`). A rank that died takes its random state from its own record, or from that
    of a rank which has drawn alike.
 
-A rank that stays in its process (`session.run`) copies nothing in 5: it holds the state, since nothing changes it any
-more. It begins no other step before it is unwound, compares the state again once the script has left it, and keeps this
-thread until the next round has the state: who is killed meanwhile is asked first, and copies what it holds. So it does
-when it waits for long.
+A rank that stays in its process (`session.run`) copies nothing in 5 if its objects, on a CPU, are those of the next
+round: it holds the state, since nothing changes it any more. It begins no other step before it is unwound, compares the
+state again once the script has left it, and keeps this thread until the next round has the state: who is killed
+meanwhile is asked first, and copies what it holds. So it does when it waits for long.
 
 What this order prevents:
 

@@ -152,6 +152,8 @@ def _no_replicated_optimizer(rank: _Rank) -> str:
         # Without a gradient, and without a state of a time when it had one, it is left as it is.
         every = [parameter for group in obj.param_groups for parameter in group["params"]]
         own = {id(parameter) for parameter in every if parameter.requires_grad or parameter in obj.state}
+        if not own <= rank.averaged.keys() and rank.is_alone:
+            return "an optimizer trains a parameter of no attached module"
         if not own <= rank.averaged.keys():
             return "an optimizer trains a parameter whose gradient DistributedDataParallel does not average"
     return ""
