@@ -136,6 +136,18 @@ def test_round_that_too_few_have_read_has_no_successor() -> None:
     )
 
 
+def test_members_of_a_round_that_too_few_can_read_any_more_are_elsewhere() -> None:
+    """Node b is lost, {a, c} published, and c is gone before it reads that: a alone would be half of {a, c}."""
+    base = round_of("ac", electors=("a", "b", "c"), quorum=2)
+    reading = Succession("a")
+    reading.look(base, FIRST, [*records(base, "a"), *records(round_of("abc", number=3), "c")])
+    assert not reading.lacks_quorum, "c is on its way"
+    alone = look(base, FIRST, "a")
+    assert alone.lacks_quorum
+    alone.wait(Wait("1 of at least 2 nodes present", None, too_few_nodes=True))
+    assert "too few of the last round's nodes have read round 4" in alone.blocked_why
+
+
 def test_who_has_read_the_round_and_is_gone_has_read_it_still() -> None:
     base = round_of("abc", electors=("a", "b", "c", "d", "e"), quorum=3)
     leader = look(base, FIRST, "abd")

@@ -44,7 +44,7 @@ class Succession:
     """One leader's. `look` first; the other methods are about what it has seen."""
 
     _node: str
-    lacks_quorum: bool = False  #: fewer members than a quorum are registered here and have read the Round
+    lacks_quorum: bool = False  #: too few are registered here to follow the Round, or ever to have read it
     blocked_why: str = ""  #: why no Round may follow, although one is due
     published_term: int = 0  #: the term of the last store in which a Round was or may have been published
     _life: StoreLife | None = None
@@ -62,14 +62,16 @@ class Succession:
         self._life, self._base, self.lacks_quorum, self.blocked_why = life, base if constrained else None, False, ""
         if base is None or not constrained:
             return
-        here = [r for r in records if r.seen_round == base.number and self._has_read(r)]
+        registered = list(records)
+        here = [r for r in registered if r.seen_round == base.number and self._has_read(r)]
         leaving = {r.incarnation for r in here if r.leaving}
         self._readers |= {r.incarnation for r in here}
         self._electors = tuple(m.incarnation for m in base.members if m.incarnation not in leaving)
         self._kept = frozenset(self._electors).intersection(r.incarnation for r in here)
         size = len(self._electors)
         self._quorum = (size + 1) // 2 if self._is_own else size // 2 + 1
-        self.lacks_quorum = len(self._kept) < self._quorum
+        may_read = self._readers.union(r.incarnation for r in registered)
+        self.lacks_quorum = len(self._kept) < self._quorum or len(may_read.intersection(base.electors)) < base.quorum
 
     def _has_read(self, record: NodeRecord) -> bool:
         """An older version's agent writes no term: it cannot leave the first store."""
@@ -114,7 +116,12 @@ class Succession:
     def wait(self, verdict: Wait) -> None:
         """Nothing is to be published. Where too few nodes are left, the missing ones may go on elsewhere."""
         if verdict.too_few_nodes and self.lacks_quorum and self._base is not None:
-            self.blocked_why = f"{verdict.why}; {self._here(len(self._kept))}"
+            self.blocked_why = f"{verdict.why}; {self._here(len(self._kept)) if self._is_read else self._unread}"
+
+    @property
+    def _unread(self) -> str:
+        assert self._base is not None
+        return f"too few of the last round's nodes have read round {self._base.number}"
 
     def _here(self, number: int) -> str:
         assert self._base is not None
@@ -124,7 +131,7 @@ class Succession:
         base = self._base
         assert base is not None
         if not self._is_read:
-            self.blocked_why = f"too few of the last round's nodes have read round {base.number}"
+            self.blocked_why = self._unread
             return Wait(self.blocked_why, now + LOOK_AGAIN_S)
         members = {m.incarnation for m in following.members}
         staying = self._kept if following.terminal else self._kept & members
