@@ -333,11 +333,14 @@ def attacks_fail(evidence: FleetLogs) -> Iterator[str]:
         for line in attacks:
             if line["worked"]:
                 yield f"hostile job {seq} did what it must not: {line['what']}, {line['on']}"
-    if evidence.attacks:
-        tried = {line["what"] for attacks in evidence.attacks.values() for line in attacks}
-        for what in ATTACKS:
-            if what not in tried:
-                yield f"no hostile job tried: {what}"
+    if evidence.attacks and (rest := untried(evidence)):
+        yield f"no hostile job tried: {', '.join(rest)}"
+
+
+def untried(evidence: FleetLogs) -> list[str]:
+    """The kinds of attack that no hostile job has come to yet."""
+    tried = {line["what"] for attacks in evidence.attacks.values() for line in attacks}
+    return [what for what in ATTACKS if what not in tried]
 
 
 def agents_stay_small(evidence: FleetLogs) -> Iterator[str]:
@@ -355,20 +358,20 @@ def read(
     """`judged`: submissions that are left out; `running`: those that need not have ended."""
     notes = {path.stem: tuple(checker.lines(path)) for path in work.glob("*.jsonl")}
     notes["requests"] = tuple(line for line in notes.get("requests", ()) if line["seq"] not in judged)
-    full = [
-        (node, line["mono"], line["mono"] + float(seconds))
-        for line in notes.get("faults", ())
-        if line["what"] == "full disk"
-        for node, _, seconds, _ in [line["detail"].split()]
-    ]
     requests = [line for line in notes.get("requests", ()) if line["do"] == "submit"]
     hostile = {line["seq"] for line in requests if line.get("hostile")}
     attacks = {seq: tuple(_whole(work / "jobs" / str(seq) / "attacks.jsonl")) for seq in hostile}
-    full += [
-        (line["on"].split()[0], line["mono"], line["mono"] + 2 * FILLED_S)
+    notes["faults"] = notes.get("faults", ()) + tuple(
+        {"what": "full disk", "mono": line["mono"], "detail": f"{line['on'].split()[0]} for {2 * FILLED_S} s"}
         for lines in attacks.values()
         for line in lines
         if line["what"] == "disk"
+    )
+    full = [
+        (node, line["mono"], line["mono"] + float(seconds))
+        for line in notes["faults"]
+        if line["what"] == "full disk"
+        for node, _, seconds, _ in [line["detail"].split()]
     ]
     lossy = {node for node, _, _ in full}
     agents = {}

@@ -154,7 +154,7 @@ def soak(
 ) -> list[str]:
     """Run it; returns every breach. Stops striking after `limit_s`, whatever is left.
 
-    `faults`: how many, or which. `steps`: of a job, least and most; `lasts_s`: what is away or stopped, so likewise.
+    `faults`: how many, or which; beside an adversary workers are killed until it has tried each attack. `steps`: of a job, least and most; `lasts_s`: what is away or stopped, so likewise.
     `hostile`: with an adversary.
     """
     stuck: list[str] = []
@@ -171,6 +171,9 @@ def soak(
             else:
                 for name in faults:
                     run.strike(name)
+                until = time.monotonic() + limit_s
+                while hostile and time.monotonic() < until and daemon_checker.untried(daemon_checker.read(work)):
+                    run.strike("kill worker")
                 run.calm()
             fleet.leave()
         except (FleetStuck, AssertionError) as error:
