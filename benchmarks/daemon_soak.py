@@ -154,8 +154,8 @@ def soak(
 ) -> list[str]:
     """Run it; returns every breach. Stops striking after `limit_s`, whatever is left.
 
-    `faults`: how many, or which; beside an adversary workers are killed until it has tried each attack. `steps`: of a job, least and most; `lasts_s`: what is away or stopped, so likewise.
-    `hostile`: with an adversary.
+    `faults`: how many, or which. `steps`: of a job, least and most; `lasts_s`: what is away or stopped, so likewise.
+    `hostile`: with an adversary; after named faults workers are killed until it has tried each attack.
     """
     stuck: list[str] = []
     with etcd_servers() as etcd:
