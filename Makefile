@@ -30,7 +30,7 @@ demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come b
 
 test: check  ## everything CI runs: check, then the whole test suite
 	@tests/install-servers
-	@$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -q --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-system: $(READY)  ## the slow tests: variants of faults, several hosts, the service under a booted systemd; needs root
 	@tests/install-servers system

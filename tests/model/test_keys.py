@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 import zlib
+from collections.abc import Callable
 
 import pytest
 
@@ -57,10 +58,10 @@ def test_damaged_record_is_left_alone(value: bytes, why: str) -> None:
         decode_record(Round, "/x/round", value)
 
 
-BOMBS = {
-    "spaces": zlib.compress(b" " * (64 << 20), 9),
-    "lists": zlib.compress(b'{"version":"1.0","x":[' + b"[]," * (21 << 20) + b"[]]}", 9),
-    "few bytes, many values": b'{"version":"1.0","x":[' + b'{"":{}},' * (60 << 10) + b"{}]}",
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "spaces": lambda: zlib.compress(b" " * (64 << 20), 9),
+    "lists": lambda: zlib.compress(b'{"version":"1.0","x":[' + b"[]," * (21 << 20) + b"[]]}", 9),
+    "few bytes, many values": lambda: b'{"version":"1.0","x":[' + b'{"":{}},' * (60 << 10) + b"{}]}",
 }
 
 
@@ -68,10 +69,11 @@ BOMBS = {
 @pytest.mark.parametrize("kind", [Round, Submission, JobResult, NodeStatus, HangReport], ids=lambda kind: kind.__name__)
 def test_small_value_takes_no_multiple_of_its_size(kind: type[Document], bomb: str) -> None:
     """A role that may write one key must not fill the memory of every agent."""
+    value = BOMBS[bomb]()
     tracemalloc.start()
     try:
         with pytest.raises(WireError):
-            decode_record(kind, "/x/j", BOMBS[bomb])
+            decode_record(kind, "/x/j", value)
         assert tracemalloc.get_traced_memory()[1] < 12 * kind.MAX_BYTES
     finally:
         tracemalloc.stop()
