@@ -6,10 +6,13 @@
 
 A random rank of a job gets a SIGKILL. Measured from outside, by the times that the ranks recorded, beyond the median
 step: until the next new step, whichever the world size; and, once a replacement is ready, the longest time between two
-steps until the job has all its workers again. The ways take turns: `in place` is a script with `session.run`, `restart`
-the same script without. With --spares so many slots stand by, and each kill waits until they do again. With --nodes
-each worker has an agent of its own, as on so many nodes, which a kill ends with its worker; another node then joins in
-its place.
+steps until the job has all its workers again. A survivor finishes first what it computes at the kill, until its next
+collective: so the time from the last survivor's way out of `train` to its next call is a row of its own.
+
+The ways take turns: `in place` is a script with `session.run`, `restart` the same script without. With --late the
+script makes its model in `train`. With --spares so many slots stand by, and each kill waits until they do again. With
+--nodes each worker has an agent of its own, as on so many nodes, which a kill ends with its worker; another node then
+joins in its place.
 
 With --changes one job on so many nodes gets so many changes in a row, each after a few steps at the full size: a rank
 is killed, or a node is lost or drained, and another one joins. Then its records are checked: every step once on every
@@ -79,6 +82,7 @@ class Change:
 
     way: str
     gap_s: float  #: until the next new step
+    between_s: float | None  #: from when all survivors had left `train` until they were in it again; no step in it
     pause_s: float  #: the longest one from then until the job had all its workers again
     full_s: float  #: until it had
     kept: int  #: survivors that still had their process then
@@ -91,7 +95,7 @@ class ChangedJob:
         self.directory = Path(tempfile.mkdtemp(prefix="in-place-", dir=args.scratch))
         self.workers = args.workers
         script = ["--directory", str(self.directory), "--way", way, "--megabytes", str(args.megabytes)]
-        script += ["--startup", str(args.startup), "--step", str(args.step), *more]
+        script += ["--startup", str(args.startup), "--step", str(args.step), *(["--late"] if args.late else []), *more]
         run = ["--checkpoint-dir", str(self.directory / "checkpoints"), "--spares", str(args.spares)]
         self._command = [*run, str(SCRIPT), *script]
         self._spares = args.spares if way == "in place" else 0
@@ -140,6 +144,18 @@ class ChangedJob:
                     numbers = int(words[2]), int(words[3]), int(words[4])
                     records.append(Step(int(words[0]), float(words[1]), *numbers, words[5], samples, pid))
         return sorted(records, key=lambda step: step.at)
+
+    def between_s(self, pids: set[int], at: float) -> float | None:
+        """From when all of these that are left in the round after `at` had left `train` until they were called anew."""
+        left, entered = [], []
+        for pid in pids:
+            lines = (self.directory / f"calls-{pid}.log").read_text().splitlines()
+            calls = [(what, float(when)) for what, when in map(str.split, lines)]
+            later = [(what, when) for what, when in calls if when > at]
+            if [what for what, _ in later[:2]] == ["left", "entered"]:
+                left.append(later[0][1])
+                entered.append(later[1][1])
+        return max(entered) - max(left) if left else None
 
     def wait_for_steps(self, count: int, after: float = 0.0, past: int = 0) -> list[Step]:
         """Wait for so many steps of the full size since `after`, in rounds past that one; returns all records."""
@@ -203,10 +219,19 @@ def change(
     before = job.wait_for_steps(STEPS_BEFORE, time.monotonic())
     pids, round = {step.pid for step in before[-3 * job.workers :]}, before[-1].round
     at = job.kill(rng, spared, how)
-    return measured(job.wait_for_steps(3, at, round), at, round, pids, way, job.workers)
+    records = job.wait_for_steps(3, at, round)
+    return measured(records, at, round, pids, way, job.workers, job.between_s(pids, at))
 
 
-def measured(records: Sequence[Step], at: float, before: int, pids: set[int], way: str, workers: int) -> Change:
+def measured(
+    records: Sequence[Step],
+    at: float,
+    before: int,
+    pids: set[int],
+    way: str,
+    workers: int,
+    between_s: float | None = None,
+) -> Change:
     """The change after the kill at that time, in round `before`: survivors may still have finished a step in it."""
     highest = max(step.step for step in records if step.round <= before)
     new: dict[int, float] = {}
@@ -220,7 +245,7 @@ def measured(records: Sequence[Step], at: float, before: int, pids: set[int], wa
     # Beyond the steps in between: no rank records the one at whose end it leaves `train` for the next round.
     pauses = [b - a - (last - first) * step_s for (a, first), (b, last) in itertools.pairwise(times) if b <= full_at]
     kept = {step.pid for step in records if step.round > before and step.world == workers} & pids
-    return Change(way, times[0][0] - at - step_s, max(pauses, default=0.0), full_at - at, len(kept))
+    return Change(way, times[0][0] - at - step_s, between_s, max(pauses, default=0.0), full_at - at, len(kept))
 
 
 def compare(args: argparse.Namespace, rng: random.Random) -> list[Change]:
@@ -243,13 +268,15 @@ def table(changes: Sequence[Change], args: argparse.Namespace) -> str:
     ]
     for name, title in (
         ("gap_s", "SIGKILL → next new step"),
+        ("between_s", "all survivors out of `train` → in it again"),
         ("pause_s", "longest pause until all workers are back"),
         ("full_s", "SIGKILL → all workers train"),
         ("kept", f"survivors in their process, of {args.workers - 1}"),
     ):
         cells = []
         for way in ("in place", "restart"):
-            values = [float(getattr(change, name)) for change in changes if change.way == way]
+            found = [getattr(change, name) for change in changes if change.way == way]
+            values = [float(value) for value in found if value is not None]
             cells.append(f"{statistics.median(values):.2f} ({max(values):.2f})" if values else "–")
         rows.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -358,6 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--least", type=int, default=2, help="the smallest size; equal to --workers: a fixed size")
     parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--late", action="store_true", help="the model is made in the function of session.run")
     parser.add_argument("--nodes", action="store_true", help="each worker, and each spare, on a node of its own")
     parser.add_argument("--megabytes", type=float, default=300.0)
     parser.add_argument("--startup", type=float, default=3.0, help="seconds that the script needs before it trains")

@@ -3,6 +3,8 @@
 Each process appends "STEP MONOTONIC RANK WORLD ROUND HASH SAMPLES" to DIRECTORY/steps-PID.log at the end of each step:
 a hash of the parameters and the optimizer's state (0 without --hashes), and this rank's samples, separated by commas.
 With --hashes it appends "STEP RANK WORLD ROUND HASH" to entries-PID.log when a round begins, the hash with buffers.
+Each call of `train` is a line "entered MONOTONIC" in calls-PID.log, and the end of one a line "left MONOTONIC".
+With --late the model and its optimizer are made, and attached, in `train`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import elasticd
 LAYERS = 8
 WIDTH = 16
 SAMPLES, BATCH, SEED = 4080, 12, 3
+Objects = tuple[DistributedDataParallel, torch.optim.Optimizer, elasticd.ElasticBatchSampler]
 
 
 class Samples(Dataset[tuple[torch.Tensor, int]]):
@@ -81,19 +84,37 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--way", choices=("in place", "restart"), default="in place")
     parser.add_argument("--hashes", action="store_true")
+    parser.add_argument("--late", action="store_true")
     args = parser.parse_args()
     session = elasticd.init()
     torch.manual_seed(1)
     time.sleep(args.startup)
-    model = DistributedDataParallel(Net(args.megabytes).to(session.device))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     data = Samples(args.samples)
-    sampler = elasticd.ElasticBatchSampler(data, global_batch=BATCH, seed=SEED)
-    session.attach(model=model, optimizer=optimizer, sampler=sampler)
-    session.checkpoint(every="60s")
     log = (args.directory / f"steps-{os.getpid()}.log").open("a", buffering=1)
+    calls = (args.directory / f"calls-{os.getpid()}.log").open("a", buffering=1)
 
-    def train() -> None:
+    def build() -> Objects:
+        model = DistributedDataParallel(Net(args.megabytes).to(session.device))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        sampler = elasticd.ElasticBatchSampler(data, global_batch=BATCH, seed=SEED)
+        session.attach(model=model, optimizer=optimizer, sampler=sampler)
+        session.checkpoint(every="60s")
+        if args.late:
+            session.restore()
+        return model, optimizer, sampler
+
+    built = None if args.late else build()
+
+    def call() -> None:
+        calls.write(f"entered {time.monotonic():.6f}\n")
+        try:
+            train(*(built or build()))
+        finally:
+            calls.write(f"left {time.monotonic():.6f}\n")
+
+    def train(
+        model: DistributedDataParallel, optimizer: torch.optim.Optimizer, sampler: elasticd.ElasticBatchSampler
+    ) -> None:
         if args.hashes:
             state = digest(optimizer, model.buffers())
             with (args.directory / f"entries-{os.getpid()}.log").open("a") as entries:
@@ -119,10 +140,11 @@ def main() -> None:
                     return
 
     if args.way == "in place":
-        session.run(train)
+        session.run(call)
     else:
-        session.restore()
-        train()
+        if not args.late:
+            session.restore()
+        call()
     session.close()
 
 

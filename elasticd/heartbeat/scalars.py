@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from typing import SupportsFloat
 
 from elasticd.errors import UsageError
-from elasticd.heartbeat.worker_events import WorkerEventWriter
+from elasticd.heartbeat.worker_events import MAX_SCALARS, WorkerEventWriter
 
 MIN_INTERVAL_S = 1.0
 AGES = 1 / 200
 """The interval between two samples, as a share of the process's age."""
-MAX_NAMES = 16
 
 
 @dataclass(slots=True)
@@ -60,8 +59,8 @@ class ScalarSampler:
     def _write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         self._last = None
         self._names.update(values)
-        if len(self._names) > MAX_NAMES:
-            raise UsageError(f"session.log() takes at most {MAX_NAMES} names in all, not {sorted(self._names)}")
+        if len(self._names) > MAX_SCALARS:
+            raise UsageError(f"session.log() takes at most {MAX_SCALARS} names in all, not {sorted(self._names)}")
         numbers = {name: float(value) for name, value in values.items()}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         shown = ", ".join(f"{name} {number:.6g}" for name, number in numbers.items())

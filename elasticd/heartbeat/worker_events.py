@@ -45,6 +45,8 @@ from typing import Any
 
 from elasticd.errors import WireError
 
+MAX_SCALARS = 16
+"""Names of a job's own numbers."""
 VERSION = 1
 KINDS = (
     *("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "checkpoint_dropped", "snapshot"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from elasticd.errors import UsageError
-from elasticd.heartbeat.scalars import MAX_NAMES, ScalarSampler
-from elasticd.heartbeat.worker_events import WorkerEventReader, WorkerEventWriter
+from elasticd.heartbeat.scalars import ScalarSampler
+from elasticd.heartbeat.worker_events import MAX_SCALARS, WorkerEventReader, WorkerEventWriter
 from elasticd_agent.model.log_events import ScalarsEvent, from_worker
 
 
@@ -40,7 +40,11 @@ def test_samples_become_rarer_with_age(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "error"),
-    [({f"n{n}": 1.0 for n in range(MAX_NAMES + 1)}, UsageError), ({"x": "much"}, ValueError), ({"x": None}, TypeError)],
+    [
+        ({f"n{n}": 1.0 for n in range(MAX_SCALARS + 1)}, UsageError),
+        ({"x": "much"}, ValueError),
+        ({"x": None}, TypeError),
+    ],
 )
 def test_values_that_are_refused(tmp_path: Path, values: dict[str, object], error: type[Exception]) -> None:
     sampler = ScalarSampler(WorkerEventWriter(tmp_path / "events"))

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from elasticd.errors import WireError
-from elasticd.heartbeat.worker_events import WorkerEvent
+from elasticd.heartbeat.worker_events import MAX_SCALARS, WorkerEvent
 from elasticd_agent.model.codec import Record
 
 FORMAT_VERSION = 1
 MAX_LINE_BYTES = 64 * 1024
-MAX_SCALARS = 16
-"""Names of a job's own numbers."""
 
 State = Literal["useful", "lost", "idle"]
 

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from elasticd.heartbeat.worker_events import MAX_SCALARS
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.codec import Record
 from elasticd_agent.model.log_events import LogLine, TimeSplit
@@ -267,8 +268,8 @@ class JobTimeline:
 
     def _on_scalars(self, event: events.ScalarsEvent) -> None:
         """A step that is trained again replaces what was logged at it and after it."""
-        for name, value in list(event.values.items())[: events.MAX_SCALARS]:
-            if value is None or (name not in self.scalars and len(self.scalars) >= events.MAX_SCALARS):
+        for name, value in list(event.values.items())[:MAX_SCALARS]:
+            if value is None or (name not in self.scalars and len(self.scalars) >= MAX_SCALARS):
                 continue
             points = self.scalars.setdefault(name[:MAX_NAME_CHARS], [])
             while points and points[-1][0] >= event.step:
