@@ -83,6 +83,7 @@ class Change:
     way: str
     gap_s: float  #: until the next new step
     between_s: float | None  #: from when all survivors had left `train` until they were in it again; no step in it
+    grown_s: float | None  #: the same when the others joined them; they are sent the state
     pause_s: float  #: the longest one from then until the job had all its workers again
     full_s: float  #: until it had
     kept: int  #: survivors that still had their process then
@@ -145,17 +146,16 @@ class ChangedJob:
                     records.append(Step(int(words[0]), float(words[1]), *numbers, words[5], samples, pid))
         return sorted(records, key=lambda step: step.at)
 
-    def between_s(self, pids: set[int], at: float) -> float | None:
-        """From when all of these that are left in the round after `at` had left `train` until they were called anew."""
-        left, entered = [], []
+    def between_s(self, pids: set[int], at: float) -> list[float]:
+        """Of each change after `at`: from when all of these that stay had left `train` until they were called anew."""
+        changes: list[list[tuple[float, float]]] = []
         for pid in pids:
             lines = (self.directory / f"calls-{pid}.log").read_text().splitlines()
-            calls = [(what, float(when)) for what, when in map(str.split, lines)]
-            later = [(what, when) for what, when in calls if when > at]
-            if [what for what, _ in later[:2]] == ["left", "entered"]:
-                left.append(later[0][1])
-                entered.append(later[1][1])
-        return max(entered) - max(left) if left else None
+            calls = [float(when) for _, when in map(str.split, lines) if float(when) > at]
+            for number, pair in enumerate(zip(calls[::2], calls[1::2], strict=False)):
+                changes[number:] = changes[number:] or [[]]
+                changes[number].append(pair)
+        return [max(entered for _, entered in pairs) - max(left for left, _ in pairs) for pairs in changes]
 
     def wait_for_steps(self, count: int, after: float = 0.0, past: int = 0) -> list[Step]:
         """Wait for so many steps of the full size since `after`, in rounds past that one; returns all records."""
@@ -230,7 +230,7 @@ def measured(
     pids: set[int],
     way: str,
     workers: int,
-    between_s: float | None = None,
+    between_s: Sequence[float] = (),
 ) -> Change:
     """The change after the kill at that time, in round `before`: survivors may still have finished a step in it."""
     highest = max(step.step for step in records if step.round <= before)
@@ -245,7 +245,8 @@ def measured(
     # Beyond the steps in between: no rank records the one at whose end it leaves `train` for the next round.
     pauses = [b - a - (last - first) * step_s for (a, first), (b, last) in itertools.pairwise(times) if b <= full_at]
     kept = {step.pid for step in records if step.round > before and step.world == workers} & pids
-    return Change(way, times[0][0] - at - step_s, between_s, max(pauses, default=0.0), full_at - at, len(kept))
+    between, grown, *_ = (*between_s, None, None)
+    return Change(way, times[0][0] - at - step_s, between, grown, max(pauses, default=0.0), full_at - at, len(kept))
 
 
 def compare(args: argparse.Namespace, rng: random.Random) -> list[Change]:
@@ -269,6 +270,7 @@ def table(changes: Sequence[Change], args: argparse.Namespace) -> str:
     for name, title in (
         ("gap_s", "SIGKILL → next new step"),
         ("between_s", "all survivors out of `train` → in it again"),
+        ("grown_s", "the same when the others join, who are sent the state"),
         ("pause_s", "longest pause until all workers are back"),
         ("full_s", "SIGKILL → all workers train"),
         ("kept", f"survivors in their process, of {args.workers - 1}"),
