@@ -30,12 +30,14 @@ os.register_at_fork(before=lambda: forks.append(1) or len(forks) == {forks} and 
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        (LEAVES_A_THREAD, "preloading left 2 threads: forking them could dead-lock"),
+        pytest.param(
+            LEAVES_A_THREAD, "preloading left 2 threads: forking them could dead-lock", marks=pytest.mark.system
+        ),
         pytest.param("import sys; sys.exit(3)", "it failed: SystemExit: 3", marks=pytest.mark.system),
         pytest.param(
             TOUCHES_CUDA, "preloading initialised CUDA, which does not survive a fork", marks=pytest.mark.system
         ),
-        pytest.param("raise KeyError('x')", "it failed: KeyError: 'x'", marks=pytest.mark.system),
+        ("raise KeyError('x')", "it failed: KeyError: 'x'"),
     ],
 )
 def test_preload_that_cannot_be_forked_is_left_out(job: StartJob, tmp_path: Path, source: str, why: str) -> None:

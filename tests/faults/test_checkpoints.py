@@ -141,6 +141,7 @@ def test_full_and_read_only_disk(job: StartJob, tmp_path: Path) -> None:
     assert run.event("job_ended", outcome="succeeded", restarts=0)
 
 
+@pytest.mark.system
 def test_state_is_restored_in_any_locale_and_directory(job: StartJob, tmp_path: Path) -> None:
     """From memory after a fault, and from the disk by the next run."""
     in_ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

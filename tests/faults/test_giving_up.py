@@ -94,6 +94,7 @@ def test_missing_file_on_all_ranks_in_round_2(job: StartJob) -> None:
     assert run.event("job_ended", outcome="succeeded", restarts=2)
 
 
+@pytest.mark.system
 def test_out_of_gpu_memory_twice_at_one_step(job: StartJob) -> None:
     run = job("train.py", "9", faults=[Fault(1, 4, "raise torch.OutOfMemoryError", times=2)])
     assert run.wait() == 1

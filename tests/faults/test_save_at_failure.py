@@ -322,7 +322,7 @@ def test_stop_of_ranks_that_train_costs_no_step(
     [
         pytest.param([], [Fault(0, 13, "stop")], signal.SIGINT, id="Ctrl-C"),
         pytest.param(["--plain"], [Fault(0, 13, "stop")], signal.SIGTERM, id="deaf", marks=pytest.mark.system),
-        pytest.param(["--plain", "--fail-at", "1,0,13"], [], None, id="exception"),
+        pytest.param(["--plain", "--fail-at", "1,0,13"], [], None, id="exception", marks=pytest.mark.system),
     ],
 )
 def test_rank_alone_saves_its_last_step(

@@ -174,7 +174,7 @@ class Directory(RuleBasedStateMachine):
 
 
 Directory.TestCase.settings = settings(
-    max_examples=int(os.environ.get("HISTORIES", "30")),
+    max_examples=int(os.environ.get("HISTORIES", "15")),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
