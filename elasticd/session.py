@@ -66,7 +66,7 @@ _NEW, _STAYS = b"new", b"stays"
 _PHASES = {each.name.lower(): each for each in (Phase.STARTING, Phase.CHECKPOINT, Phase.EVAL)}
 
 
-def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = timedelta(minutes=10)) -> Session:
+def init(*, timeout: timedelta | None = None, decision_timeout: timedelta | None = None) -> Session:
     """Join the job; every rank calls it once, before DDP is built.
 
     Sets the rank's device and makes the default process group with the device's default backend (nccl for CUDA, gloo
@@ -74,7 +74,8 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = time
 
     Args:
         timeout: the process group's timeout, if it is made here; torch's default if None.
-        decision_timeout: how long a rank waits for another one's message before it raises DecisionTimeout.
+        decision_timeout: how long a rank waits for another one's message before it raises DecisionTimeout; by default
+            as long as for a collective, and 10 minutes at least.
 
     Raises UsageError for an environment that cannot work, and inside what `Session.run` calls; and what torch raises
     when the group cannot be made.
@@ -89,6 +90,8 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = time
     environment = process_group.read_environment()
     is_newcomer = newcomer.is_newcomer()
     group = newcomer.join(environment) if is_newcomer else process_group.join(environment, timeout)
+    if decision_timeout is None:
+        decision_timeout = process_group.decision_timeout(group.device, timeout)
     return Session(environment, group, decision_timeout.total_seconds(), timeout)
 
 
