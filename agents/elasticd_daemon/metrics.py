@@ -243,7 +243,7 @@ class _Families:
 Query = Callable[[str, int, float], bytes]
 """Job, number, timeout in seconds; raises ControlSocketError."""
 
-SCRAPE_S = 5.0
+ALL_RUNNERS_S = 5.0
 """The time for all runners together; Prometheus gives up after 10 s."""
 PER_RUNNER_S = 1.5
 KEPT_S = 60.0
@@ -289,7 +289,7 @@ class RunnerScraper:
 
     def scrape(self, jobs: Sequence[tuple[str, int]]) -> list[bytes]:
         """Safe from many threads at once."""
-        until = time.monotonic() + SCRAPE_S
+        until = time.monotonic() + ALL_RUNNERS_S
         self._last = {key: known for key, known in list(self._last.items()) if key in jobs}
         if len(jobs) < 2:
             pages = [self._page(key, until) for key in jobs]

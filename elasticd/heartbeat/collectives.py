@@ -84,7 +84,7 @@ def longest_timeout_ms(default: Any) -> int:
     return max(map(timeout_ms, [default, *groups]))
 
 
-def process_groups(rank: str, world_size: str) -> list[dict[str, Any]]:
+def process_group_table(rank: str, world_size: str) -> list[dict[str, Any]]:
     """The groups in torch's table: "process_group", "backend", "unused", and "in_job": whether all of its members are
     ranks of this job. The recorder knows only those that were used.
 

@@ -29,7 +29,7 @@ from elasticd.heartbeat.collectives import (
     Collectives,
     default_group,
     longest_timeout_ms,
-    process_groups,
+    process_group_table,
     timeout_ms,
 )
 from elasticd.heartbeat.exit_report import report_exception
@@ -241,7 +241,9 @@ def write_flight_recorder(path: str, rank: str, world_size: str) -> None:
     if content is None:
         return
     if content.endswith(b"}"):
-        content = content[:-1] + b', "process_groups": ' + json.dumps(process_groups(rank, world_size)).encode() + b"}"
+        content = (
+            content[:-1] + b', "process_groups": ' + json.dumps(process_group_table(rank, world_size)).encode() + b"}"
+        )
     try:
         with open(f"{path}.part", "wb", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
             file.write(content)

@@ -83,7 +83,7 @@ def test_busy_runner_keeps_its_series_for_a_while() -> None:
 
 
 def test_runners_are_queried_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_metrics, "SCRAPE_S", 30.0)
+    monkeypatch.setattr(node_metrics, "ALL_RUNNERS_S", 30.0)
     together = threading.Barrier(3, timeout=30)
 
     def ask(job: str, number: int, within_s: float) -> bytes:

@@ -6,39 +6,39 @@ import math
 
 import pytest
 
-from elasticd_agent.hangs.patience import PATIENCE, Evidence, Limits, Shown, limits, retransmission_s
+from elasticd_agent.hangs.patience import PATIENCE, Evidence, Limits, PatienceFacts, limits, retransmission_s
 from elasticd_agent.model.job import Policy
 
 DEFAULT, FLOOR, LONG_FLOOR = Policy(), Policy(hang_floor_s=3.0), Policy(hang_floor_s=300.0)
-QUICK = Shown(deadline_s=5.0)
-CHEAP = Shown(deadline_s=5.0, cheap=True)
+QUICK = PatienceFacts(deadline_s=5.0)
+CHEAP = PatienceFacts(deadline_s=5.0, cheap=True)
 
 
-def cheap(**shown: float) -> Shown:
-    return Shown(**{"deadline_s": 5.0, "cheap": True, **shown})  # type: ignore[arg-type]
+def cheap(**shown: float) -> PatienceFacts:
+    return PatienceFacts(**{"deadline_s": 5.0, "cheap": True, **shown})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("evidence", "policy", "shown", "report_s", "kill_s"),
     [
         ("proven", DEFAULT, QUICK, 5, 5),
-        ("proven", DEFAULT, Shown(40.0), 40, 40),
+        ("proven", DEFAULT, PatienceFacts(40.0), 40, 40),
         ("proven", LONG_FLOOR, QUICK, 300, 300),
-        ("proven", DEFAULT, Shown(5.0, kills=2), 5, 5),
+        ("proven", DEFAULT, PatienceFacts(5.0, kills=2), 5, 5),
         ("gil", DEFAULT, QUICK, 15, 15),
         ("loading", DEFAULT, QUICK, 60, 60),
         ("alike", DEFAULT, QUICK, 60, 60),
-        ("alike", FLOOR, Shown(3.0), 3, 3),
+        ("alike", FLOOR, PatienceFacts(3.0), 3, 3),
         ("device", DEFAULT, QUICK, 60, 60),
-        ("device", FLOOR, Shown(3.0), 60, 60),
-        ("alike", DEFAULT, Shown(5.0, links_s=137.0), 167, 167),
-        ("device", FLOOR, Shown(3.0, links_s=4.0), 60, 60),
-        ("gil", DEFAULT, Shown(5.0, links_s=137.0), 15, 15),
+        ("device", FLOOR, PatienceFacts(3.0), 60, 60),
+        ("alike", DEFAULT, PatienceFacts(5.0, links_s=137.0), 167, 167),
+        ("device", FLOOR, PatienceFacts(3.0, links_s=4.0), 60, 60),
+        ("gil", DEFAULT, PatienceFacts(5.0, links_s=137.0), 15, 15),
         # What a restart costs decides.
         ("idle", DEFAULT, QUICK, 60, 1800),
-        ("idle", DEFAULT, Shown(5.0, ceiling_s=603.0), 60, 603),
-        ("idle", DEFAULT, Shown(5.0, ceiling_s=23.0), 60, 60),
-        ("idle", FLOOR, Shown(3.0), 3, 3),
+        ("idle", DEFAULT, PatienceFacts(5.0, ceiling_s=603.0), 60, 603),
+        ("idle", DEFAULT, PatienceFacts(5.0, ceiling_s=23.0), 60, 60),
+        ("idle", FLOOR, PatienceFacts(3.0), 3, 3),
         ("idle", DEFAULT, CHEAP, 60, 60),
         ("idle", DEFAULT, cheap(pause_s=20.0), 100, 100),
         ("idle", DEFAULT, cheap(pause_s=2000.0), 1800, 1800),
@@ -46,24 +46,24 @@ def cheap(**shown: float) -> Shown:
         ("idle", DEFAULT, cheap(kills=1), 60, 120),
         ("idle", DEFAULT, cheap(kills=2), 60, 240),
         ("idle", DEFAULT, cheap(ceiling_s=7200.0, kills=9), 60, 7200),
-        ("idle", FLOOR, Shown(3.0, kills=1), 3, 6),
+        ("idle", FLOOR, PatienceFacts(3.0, kills=1), 3, 6),
         # A rank that trains is not hung, nor is an export after the others have ended.
         ("overdue", DEFAULT, CHEAP, 60, 1800),
-        ("overdue", DEFAULT, Shown(40.0), 200, 1800),
-        ("overdue", FLOOR, Shown(3.0), 15, 15),
+        ("overdue", DEFAULT, PatienceFacts(40.0), 200, 1800),
+        ("overdue", FLOOR, PatienceFacts(3.0), 15, 15),
         ("left", DEFAULT, CHEAP, 60, 1800),
-        ("left", FLOOR, Shown(3.0), 3, 3),
+        ("left", FLOOR, PatienceFacts(3.0), 3, 3),
         ("outside", FLOOR, CHEAP, 60, math.inf),
-        ("working", FLOOR, Shown(3.0), 1800, 1800),
+        ("working", FLOOR, PatienceFacts(3.0), 1800, 1800),
         ("no_stack", DEFAULT, CHEAP, 1800, 1800),
         # A verdict that repeats is doubted.
-        ("proven", DEFAULT, Shown(5.0, kills=1, repeats=True), 60, 1800),
+        ("proven", DEFAULT, PatienceFacts(5.0, kills=1, repeats=True), 60, 1800),
         ("proven", DEFAULT, cheap(kills=1, repeats=True), 60, 120),
-        ("gil", FLOOR, Shown(3.0, kills=1, repeats=True), 3, 6),
-        ("overdue", DEFAULT, Shown(5.0, kills=1, repeats=True), 60, 1800),
+        ("gil", FLOOR, PatienceFacts(3.0, kills=1, repeats=True), 3, 6),
+        ("overdue", DEFAULT, PatienceFacts(5.0, kills=1, repeats=True), 60, 1800),
     ],
 )
-def test_limits(evidence: Evidence, policy: Policy, shown: Shown, report_s: float, kill_s: float) -> None:
+def test_limits(evidence: Evidence, policy: Policy, shown: PatienceFacts, report_s: float, kill_s: float) -> None:
     assert limits(evidence, policy, shown) == Limits(report_s, kill_s)
 
 

@@ -188,7 +188,7 @@ def test_node_that_dies_in_its_part_is_replaced_by_one_that_has_it(
 ) -> None:
     """What it has begun is in the directory of the node that commits."""
     monkeypatch.setattr(last_write, "PARTS_S", 0.1)
-    monkeypatch.setattr(last_write, "END_PARTS_S", 30.0)
+    monkeypatch.setattr(last_write, "PARTS_WHEN_ENDED_S", 30.0)
     (tmp_path / METADATA).write_bytes(b"half")
     contents = {name: stream(iter([content(name, 5)])) for name in (METADATA, STATE)}
     with open(os.memfd_create("headers"), "rb") as headers:

@@ -2,12 +2,8 @@
 
 The commands of the three parts share one name. Those of a job (`run`, `explain`, `dump`, `checkpoints`, `store`,
 `docs`) are in this package; those of the service are found by name and imported when they are called, so a machine that
-only runs jobs never loads the service. `explain` and `dump` exist in both: `refers_to_job` decides which one is meant
-by what the user has written and by whether an agent runs here.
-
-A mistake of the user is one line on stderr and exit code 2; a store that is away is 75, since the same command may work
-later; a traceback means a defect of elasticd. Standard streams that are closed are opened on /dev/null first: otherwise
-the first file that is opened would get their numbers, and error messages would be written into it.
+only runs jobs never loads the service. `explain` and `dump` exist in both: which one is meant is decided by what the
+user has written and by whether an agent runs here (`is_about_agents_job`).
 """
 
 from __future__ import annotations
@@ -104,7 +100,9 @@ def _main(argv: Sequence[str] | None) -> int:
             return _run(rest)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if command in AGENT_COMMANDS or (command in ("dump", "explain") and refers_to_job(command, rest, os.environ)):
+        if command in AGENT_COMMANDS or (
+            command in ("dump", "explain") and is_about_agents_job(command, rest, os.environ)
+        ):
             run_command: Callable[[str, Sequence[str]], int] = _load("elasticd_daemon.cli.job_commands:run_command")
             return run_command(command, rest)
         if entry := _HIDDEN.get(command) or (COMMANDS[command].entry if command in COMMANDS else ""):
@@ -157,7 +155,7 @@ def _run(argv: Sequence[str]) -> int:
     return run_job(spec, policy, settings)
 
 
-def refers_to_job(command: str, argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+def is_about_agents_job(command: str, argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """True if `dump` or `explain` is about a job of an agent. `dump JOB` is; `explain WORD` is if there is an agent,
     unless the word has a slash or exists here.
     """

@@ -81,7 +81,7 @@ def retransmission_s(environment: Mapping[str, str]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class PatienceFacts:
     """Times that this job has shown of itself, in seconds."""
 
     deadline_s: float  #: the learned deadline of the phases its ranks are in
@@ -101,7 +101,7 @@ class Limits:
     kill_s: float
 
 
-def limits(evidence: Evidence, policy: Policy, shown: Shown) -> Limits:
+def limits(evidence: Evidence, policy: Policy, shown: PatienceFacts) -> Limits:
     """A verdict that repeats is doubted: whatever its evidence was, it is weak from then on."""
     row = PATIENCE[evidence]
     if shown.repeats and row.ends == "at once":

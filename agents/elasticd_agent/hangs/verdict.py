@@ -48,7 +48,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from elasticd_agent.hangs.blame import Blame, blame, blame_overdue
-from elasticd_agent.hangs.patience import PATIENCE, Shown, limits
+from elasticd_agent.hangs.patience import PATIENCE, PatienceFacts, limits
 from elasticd_agent.hangs.rank import RankState, labels
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.phrases import count
@@ -127,7 +127,7 @@ def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
     idle_s = _idle_s(live)
     if idle_s >= max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_timeout_s):
         return f"no rank on {report.node} has made progress for {idle_s:.1f} s; the deadline is {deadline_s:.1f} s"
-    overdue_s = limits("overdue", policy, Shown(deadline_s)).report_s
+    overdue_s = limits("overdue", policy, PatienceFacts(deadline_s)).report_s
     longest = max(live, key=lambda rank: rank.waiting_s)
     if longest.waiting_s < max(EARLY_FRACTION * overdue_s, overdue_s - policy.evidence_timeout_s):
         return None
@@ -375,7 +375,7 @@ def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
     """Wait, report, or end the group, as the table of patience says."""
     before = case.kills_for(found)
     repeats = tuple(place for place, killed in before.items() if case.step <= killed.step)
-    shown = Shown(
+    shown = PatienceFacts(
         case.deadline_s,
         pause_s=max(report.pause_s for report in case.reports.values()),
         ceiling_s=case.ceiling_s,

@@ -79,7 +79,7 @@ exited, and a Python that raised may have a last file to write."""
 EXIT_WAIT_OF_NODES_S = 0.15
 """The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
 
-LONGEST_LAST_PAUSE_S = 30.0
+LAST_PAUSE_LEAD_S = 30.0
 """The second half of the time that a node has to leave is for a checkpoint where too few nodes would remain, but no
 more than this. Rank 0 may see the request 10 s late, at its next decision point, and has to write the checkpoint."""
 
@@ -200,7 +200,7 @@ def _request_leave(phase: Running, event: StopRequested, rules: StepRules) -> Tr
     if phase.stop is not None:
         return phase, []
     until = event.at + rules.stop_limit_s
-    soon_at = until - min(rules.stop_limit_s / 2, LONGEST_LAST_PAUSE_S)
+    soon_at = until - min(rules.stop_limit_s / 2, LAST_PAUSE_LEAD_S)
     stop = PendingStop(event.signal, event.exit_code, until, event.why, soon_at)
     return replace(phase, stop=stop), [_report_leaving(stop, rules), SetTimer(soon_at), SetTimer(until)]
 

@@ -29,7 +29,7 @@ from elasticd.checkpointing.storage.lineage import Entry, lineage
 from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest, shard_names
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 
-END_PARTS_S = 4.0
+PARTS_WHEN_ENDED_S = 4.0
 """The wait for the parts of other nodes when the launcher ends the writer: it waits a little longer."""
 FLUSH_PARTS_S = 15.0
 """The wait for the parts of a save as usual that is being written: half of what the launcher waits. Then copies are
@@ -206,7 +206,7 @@ class LastWrite:
     def _gives_up(self) -> str:
         """Why other nodes are waited for no longer, "" if they are."""
         if self._is_ending():
-            self._ends_at = min(self._ends_at, time.monotonic() + END_PARTS_S)
+            self._ends_at = min(self._ends_at, time.monotonic() + PARTS_WHEN_ENDED_S)
         return "the launcher has ended the writer" if time.monotonic() > self._ends_at else ""
 
     def _add(self, folder: Path, contents: Mapping[str, Content]) -> None:

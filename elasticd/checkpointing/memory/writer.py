@@ -78,7 +78,7 @@ from elasticd.checkpointing.memory.buffers import (
     donated_step,
 )
 from elasticd.checkpointing.memory.donor_requests import DonorRequests
-from elasticd.checkpointing.memory.last_write import END_PARTS_S, FLUSH_PARTS_S, LastWrite
+from elasticd.checkpointing.memory.last_write import FLUSH_PARTS_S, PARTS_WHEN_ENDED_S, LastWrite
 from elasticd.checkpointing.memory.memory_limit import oom_kills, refusal
 from elasticd.checkpointing.memory.shard_server import NICE, PartnerCopy, ShardServer
 from elasticd.checkpointing.storage import checkpoint_files
@@ -573,7 +573,7 @@ class Writer:
                 if any(newer is not None and newer.saved > snapshot.saved for newer in self._buffers.held):
                     return "a later save has begun"
                 if self._ending or self._flushes:
-                    patience_s = END_PARTS_S if self._ending else FLUSH_PARTS_S
+                    patience_s = PARTS_WHEN_ENDED_S if self._ending else FLUSH_PARTS_S
                     self._parts_until = min(self._parts_until, time.monotonic() + patience_s)
                 return "another node did not write its part" if time.monotonic() > self._parts_until else ""
 

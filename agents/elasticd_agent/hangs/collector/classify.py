@@ -16,7 +16,7 @@ from elasticd_agent.model.reports import Where
 
 
 @dataclass(frozen=True, slots=True)
-class StackContext:
+class ThreadFacts:
     """Facts that a stack does not show."""
 
     idle: bool = False  #: the thread uses no processor
@@ -119,7 +119,7 @@ _FED = re.compile(rf"{STDLIB}(?:concurrent/futures/thread|multiprocessing/queues
 """Python's threads that only do what another thread of the process gives them."""
 
 
-def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> StackLocation:
+def locate(frames: Sequence[Frame], context: ThreadFacts = ThreadFacts()) -> StackLocation:
     """The place of the thread with these frames, innermost first. No frames: it runs no Python code."""
     if not frames:
         return StackLocation("elsewhere", "")
@@ -153,7 +153,7 @@ def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
     if not main or caller is main[0] or (caller is not None and caller.library):
         return 0
     candidates = [i for i, frames in enumerate(threads) if i and not _serves(frames)]
-    waiting = [i for i in candidates if locate(threads[i], StackContext(idle=True, group=True)).where != "elsewhere"]
+    waiting = [i for i in candidates if locate(threads[i], ThreadFacts(idle=True, group=True)).where != "elsewhere"]
     return next(iter(waiting or candidates), 0)
 
 
@@ -218,7 +218,7 @@ def _serves(frames: Sequence[Frame]) -> bool:
     return caller is None or _SERVING.search(caller.file) is not None
 
 
-def _by_source(frames: Sequence[Frame], context: StackContext) -> StackLocation | None:
+def _by_source(frames: Sequence[Frame], context: ThreadFacts) -> StackLocation | None:
     """A method written in C, by the line that calls it: a thread that waits in one has released the GIL.
 
     Whose `wait` that is cannot be told: a collective's, a store's. The name tells it from what torch's frames say.

@@ -144,7 +144,7 @@ class Collection:
         cuda = any(target.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for target in fds)
         joined = known.get("collectives", -1) >= 0
         source = _source(thread.frames)
-        idle = classify.StackContext(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
+        idle = classify.ThreadFacts(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
         located, if_busy = (classify.locate(thread.frames, context) for context in (idle, replace(idle, idle=False)))
         # Whether the thread is at work is measured only where it makes a difference.
         if located != if_busy:

@@ -72,7 +72,7 @@ def last_lines(paths: Sequence[FilePath]) -> list[str]:
 def publish(request: PublishRequest) -> None:
     """Raises OSError."""
     final = Path(request.final)
-    make_directory(final)
+    make_private_directory(final)
     if request.source:
         for path in _files(Path(request.source)):
             write(str(final / path.name), read(str(path), _CHUNK))
@@ -90,7 +90,7 @@ def _files(source: Path) -> list[Path]:
         return [Path(entry.path) for entry in sorted(entries, key=lambda entry: entry.stat().st_size)]
 
 
-def make_directory(directory: Path) -> None:
+def make_private_directory(directory: Path) -> None:
     """The directory and those above it, 0700. Raises OSError.
 
     In a directory that all users may write to, such as /tmp, a directory or link of another user is refused.
