@@ -12,12 +12,12 @@ SCRIPT = """
 import json, os, sys
 import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d, rpc
-from elasticd.heartbeat.collectives import process_groups
+from elasticd.heartbeat.collectives import process_group_table
 
 def listed(rank="0", size="1"):
-    return {one["process_group"][0]: [one["in_job"], one["unused"]] for one in process_groups(rank, size)}
+    return {one["process_group"][0]: [one["in_job"], one["unused"]] for one in process_group_table(rank, size)}
 
-found = {"before": process_groups("0", "1")}
+found = {"before": process_group_table("0", "1")}
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0])
 dist.all_reduce(torch.ones(1))
