@@ -35,7 +35,7 @@ def test_store_host_that_is_cut_off(training: StartTraining) -> None:
     assert alone.wait() == 75, alone.told()
     reason = alone.event("job_ended")["reason"]  # it may see one of them go first, and publish a round with the other
     assert "1 of 3 nodes of round 1 are here" in reason or "too few of the last round's nodes have read" in reason
-    assert [event["round"] for event in alone.events("group_started")] == [1]
+    assert [event["round"] for event in alone.events("first_step")] == [1]
     host.link(up=True)
     cluster.start(host)
     back = cluster.round_of("node0", "node1", "node2", after=without["round"])
