@@ -241,9 +241,8 @@ def write_flight_recorder(path: str, rank: str, world_size: str) -> None:
     if content is None:
         return
     if content.endswith(b"}"):
-        content = (
-            content[:-1] + b', "process_groups": ' + json.dumps(process_group_table(rank, world_size)).encode() + b"}"
-        )
+        table = json.dumps(process_group_table(rank, world_size))
+        content = content[:-1] + b', "process_groups": ' + table.encode() + b"}"
     try:
         with open(f"{path}.part", "wb", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
             file.write(content)

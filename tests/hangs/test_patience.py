@@ -14,12 +14,12 @@ QUICK = PatienceFacts(deadline_s=5.0)
 CHEAP = PatienceFacts(deadline_s=5.0, cheap=True)
 
 
-def cheap(**shown: float) -> PatienceFacts:
-    return PatienceFacts(**{"deadline_s": 5.0, "cheap": True, **shown})  # type: ignore[arg-type]
+def cheap(**facts: float) -> PatienceFacts:
+    return PatienceFacts(**{"deadline_s": 5.0, "cheap": True, **facts})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("evidence", "policy", "shown", "report_s", "kill_s"),
+    ("evidence", "policy", "facts", "report_s", "kill_s"),
     [
         ("proven", DEFAULT, QUICK, 5, 5),
         ("proven", DEFAULT, PatienceFacts(40.0), 40, 40),
@@ -63,8 +63,8 @@ def cheap(**shown: float) -> PatienceFacts:
         ("overdue", DEFAULT, PatienceFacts(5.0, kills=1, repeats=True), 60, 1800),
     ],
 )
-def test_limits(evidence: Evidence, policy: Policy, shown: PatienceFacts, report_s: float, kill_s: float) -> None:
-    assert limits(evidence, policy, shown) == Limits(report_s, kill_s)
+def test_limits(evidence: Evidence, policy: Policy, facts: PatienceFacts, report_s: float, kill_s: float) -> None:
+    assert limits(evidence, policy, facts) == Limits(report_s, kill_s)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def retransmission_s(environment: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PatienceFacts:
-    """Times that this job has shown of itself, in seconds."""
+    """Facts that this job has shown of itself and of the wait that its ranks are in; times in seconds."""
 
     deadline_s: float  #: the learned deadline of the phases its ranks are in
     pause_s: float = 0.0  #: the longest idle pause that it has survived
@@ -101,27 +101,27 @@ class Limits:
     kill_s: float
 
 
-def limits(evidence: Evidence, policy: Policy, shown: PatienceFacts) -> Limits:
+def limits(evidence: Evidence, policy: Policy, facts: PatienceFacts) -> Limits:
     """A verdict that repeats is doubted: whatever its evidence was, it is weak from then on."""
     row = PATIENCE[evidence]
-    if shown.repeats and row.ends == "at once":
+    if facts.repeats and row.ends == "at once":
         row = PATIENCE["idle"]
     if row.seconds is None:
-        ceiling_s = max(shown.deadline_s, shown.ceiling_s)
+        ceiling_s = max(facts.deadline_s, facts.ceiling_s)
         return Limits(ceiling_s, ceiling_s)
     seconds, by_floor = row.seconds, policy.hang_floor_s is not None and row.floor
     if policy.hang_floor_s is not None and row.floor:
         seconds = policy.hang_floor_s
     elif row.ends == "if cheap":
-        seconds = max(seconds, min(policy.hang_factor * shown.pause_s, shown.ceiling_s))
-    if shown.links_s and not by_floor and evidence in ("alike", "device"):
-        seconds = max(seconds, shown.links_s + IB_GRACE_S)
+        seconds = max(seconds, min(policy.hang_factor * facts.pause_s, facts.ceiling_s))
+    if facts.links_s and not by_floor and evidence in ("alike", "device"):
+        seconds = max(seconds, facts.links_s + IB_GRACE_S)
     if evidence == "overdue":
-        seconds = max(seconds, OVERDUE_DEADLINES * shown.deadline_s)
+        seconds = max(seconds, OVERDUE_DEADLINES * facts.deadline_s)
     kill_s = seconds
     if row.ends == "never":
         kill_s = math.inf
     elif row.ends != "at once":
-        soon = by_floor or (row.ends == "if cheap" and shown.cheap)
-        kill_s = max(seconds, min(seconds * 2.0**shown.kills, shown.ceiling_s) if soon else shown.ceiling_s)
-    return Limits(max(shown.deadline_s, seconds), max(shown.deadline_s, kill_s))
+        soon = by_floor or (row.ends == "if cheap" and facts.cheap)
+        kill_s = max(seconds, min(seconds * 2.0**facts.kills, facts.ceiling_s) if soon else facts.ceiling_s)
+    return Limits(max(facts.deadline_s, seconds), max(facts.deadline_s, kill_s))

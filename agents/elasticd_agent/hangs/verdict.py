@@ -375,7 +375,7 @@ def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
     """Wait, report, or end the group, as the table of patience says."""
     before = case.kills_for(found)
     repeats = tuple(place for place, killed in before.items() if case.step <= killed.step)
-    shown = PatienceFacts(
+    facts = PatienceFacts(
         case.deadline_s,
         pause_s=max(report.pause_s for report in case.reports.values()),
         ceiling_s=case.ceiling_s,
@@ -384,8 +384,8 @@ def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
         links_s=max(report.links_s for report in case.reports.values()),
         repeats=bool(repeats),
     )
-    limit = limits(found.evidence, case.policy, shown)
-    why = f"{found.why}, as in {count(shown.kills, 'hang')} before" if shown.kills and found.places else found.why
+    limit = limits(found.evidence, case.policy, facts)
+    why = f"{found.why}, as in {count(facts.kills, 'hang')} before" if facts.kills and found.places else found.why
     if waited_s < limit.report_s:
         return SuspectedHang(f"{why}; the limit is {limit.report_s:g} s", repeats)
     ends = waited_s >= limit.kill_s

@@ -80,8 +80,9 @@ EXIT_WAIT_OF_NODES_S = 0.15
 """The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
 
 LAST_PAUSE_LEAD_S = 30.0
-"""The second half of the time that a node has to leave is for a checkpoint where too few nodes would remain, but no
-more than this. Rank 0 may see the request 10 s late, at its next decision point, and has to write the checkpoint."""
+"""The job pauses for a checkpoint so long before the end of a node that leaves, where too few nodes would remain, but
+no earlier than after half of that node's time. Rank 0 may see the request 10 s late, at its next decision point, and
+has to write the checkpoint."""
 
 LAST_WRITE_S, LAST_WRITE_S_PER_BYTE, LAST_WRITE_OF_STOP_S = 30.0, 20e-9, 6.0
 """The time that the end of a job waits for the checkpoint of its last step. A large state goes to a disk that takes

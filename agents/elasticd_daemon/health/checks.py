@@ -31,7 +31,7 @@ from elasticd_daemon.health.policy import HealthVerdict
 from elasticd_daemon.health.result import CheckResult, GpuUsage, Outcome, failed, passed, skipped
 
 ALL_REDUCE = "all-reduce"
-TIMEOUT_S = 30.0
+ALL_REDUCE_TIMEOUT_S = 30.0
 """Four NCCL ranks on one machine need 2 to 5 s, eight gloo ranks on two busy cores 3 s."""
 IMPORT_TIMEOUT_S = 60.0
 """At most, for torch from a cold network file system."""
@@ -44,7 +44,7 @@ def check_all_reduce(
     devices: Sequence[str],
     environ: Mapping[str, str],
     *,
-    within_s: float = TIMEOUT_S,
+    within_s: float = ALL_REDUCE_TIMEOUT_S,
     import_s: float = IMPORT_TIMEOUT_S,
     stop: int | None = None,
 ) -> CheckResult:

@@ -34,8 +34,8 @@ FIRST_COMMITS = 8
 """All counters are read at each of them, which shows how they grow."""
 SAMPLE = 2
 """Counters that are read at every commit, since most changes are of all tensors."""
-RELEARN_COMMITS = 64
-"""Commits between two times at which the growth of all counters is found anew."""
+RELEARN_AFTER_COMMITS = 64
+"""The fewest commits between two times at which the growth of all counters is found anew."""
 _version = operator.attrgetter("_version")
 
 
@@ -95,7 +95,7 @@ class Fingerprint:
         before = self._growth or growth
         odd = {index for index, count in enumerate(grown) if count != before[index] * self._commits}
         are_few = len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S
-        if self._age >= RELEARN_COMMITS and (2 * len(odd) > len(now) or not are_few):
+        if self._age >= RELEARN_AFTER_COMMITS and (2 * len(odd) > len(now) or not are_few):
             return False
         # Of more than can be read, the state is known to be unchanged only once they grow regularly again.
         if are_few:

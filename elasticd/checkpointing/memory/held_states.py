@@ -23,7 +23,7 @@ from elasticd.checkpointing.memory import transfer
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.shard_server import RemoteNode, Server, address_beside
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
-from elasticd.checkpointing.state.shard_plan import View, map_file
+from elasticd.checkpointing.state.shard_plan import ReadRange, map_file
 from elasticd.checkpointing.storage.manifest import STATE, Manifest, shard_names
 from elasticd.errors import CheckpointError
 from elasticd.process_group import WorkerEnvironment
@@ -158,7 +158,7 @@ class ShardsInMemory:
         return ""
 
     @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[View]:
+    def open(self, name: str) -> Iterator[ReadRange]:
         """Open a file as `shard_plan.load_shards` needs it. Raises OSError, CheckpointError."""
         nodes = self._nodes[name]
         if self._is_here(nodes):
@@ -168,19 +168,19 @@ class ShardsInMemory:
             except SnapshotRefused as refused:
                 raise CheckpointError(str(refused)) from None
             try:
-                view = map_file(fd, start, size)
+                read_range = map_file(fd, start, size)
             finally:
                 os.close(fd)
         else:
-            view = _read_ahead(self._connect(nodes[0]), name)
-        yield view
+            read_range = _read_ahead(self._connect(nodes[0]), name)
+        yield read_range
 
     def copy(self, name: str) -> int:
         """A file of its own with the content of a small one; returns the descriptor."""
         fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
         try:
-            with self.open(name) as view, open(fd, "wb", closefd=False) as file:
-                file.write(view(0, None))
+            with self.open(name) as read_range, open(fd, "wb", closefd=False) as file:
+                file.write(read_range(0, None))
         except BaseException:
             os.close(fd)
             raise
@@ -205,12 +205,12 @@ class ShardsInMemory:
         return self._remote[node]
 
 
-def _read_ahead(remote: RemoteNode, name: str) -> View:
+def _read_ahead(remote: RemoteNode, name: str) -> ReadRange:
     """Pieces of a file in ascending order: small ones are read together."""
     end = remote.size(name)
     first, ahead = 0, memoryview(b"")
 
-    def view(start: int, size: int | None) -> memoryview:
+    def read_range(start: int, size: int | None) -> memoryview:
         nonlocal first, ahead
         size = end - start if size is None else size
         if not first <= start <= start + size <= first + len(ahead):
@@ -219,4 +219,4 @@ def _read_ahead(remote: RemoteNode, name: str) -> View:
             first = start
         return ahead[start - first : start - first + size]
 
-    return view
+    return read_range

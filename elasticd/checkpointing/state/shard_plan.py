@@ -163,22 +163,22 @@ def _write(fd: int, offset: int, waiting: list[bytes | memoryview]) -> int:
     return offset
 
 
-View = Callable[[int, int | None], memoryview]
-"""The bytes of a file from an offset on; None: to its end."""
-OpenFile = Callable[[str], AbstractContextManager[View]]
+ReadRange = Callable[[int, int | None], memoryview]
+"""Returns so many bytes of a file from an offset on; None: all to its end."""
+OpenFile = Callable[[str], AbstractContextManager[ReadRange]]
 """Opens a file of a checkpoint by its name."""
 
 
 class DiskView:
-    """A `View` of a file on disk, which can also be read without the page cache keeping it."""
+    """A `ReadRange` of a file on disk, which can also be read without the page cache keeping it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._view = map_file(fd, 0, os.fstat(fd).st_size)
+        self._read_range = map_file(fd, 0, os.fstat(fd).st_size)
         self._reader = Reader(fd)
 
     def __call__(self, start: int, size: int | None) -> memoryview:
-        return self._view(start, size)
+        return self._read_range(start, size)
 
     def begins(self, start: int, expected: bytes) -> bool:
         return os.pread(self._fd, len(expected), start) == expected
@@ -194,14 +194,14 @@ def on_disk(path: Path) -> OpenFile:
     """The files of the checkpoint in the directory `path`."""
 
     @contextlib.contextmanager
-    def opened(name: str) -> Iterator[View]:
+    def opened(name: str) -> Iterator[ReadRange]:
         with open(path / name, "rb", 0) as file:
             yield DiskView(file.fileno())
 
     return opened
 
 
-def map_file(fd: int, start: int, size: int) -> View:
+def map_file(fd: int, start: int, size: int) -> ReadRange:
     """`size` bytes of a file from `start` on. It stays mapped as long as something refers to its bytes."""
     content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if size else bytearray())[start : start + size]
     return lambda offset, count: content[offset:] if count is None else content[offset : offset + count]
@@ -217,8 +217,8 @@ def load_shards(open_file: OpenFile, make_targets: Any) -> StateDict:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.planner import LoadItemType
 
-    with open_file(METADATA) as view:
-        metadata = read_metadata(bytes(view(0, None)))
+    with open_file(METADATA) as read_range:
+        metadata = read_metadata(bytes(read_range(0, None)))
     planner = DefaultLoadPlanner()
     targets: StateDict = make_targets(metadata)
     planner.set_up_planner(targets, metadata, True)
@@ -227,17 +227,17 @@ def load_shards(open_file: OpenFile, make_targets: Any) -> StateDict:
         place = metadata.storage_data[item.storage_index]
         by_file.setdefault(place.relative_path, []).append((item, place))
     for name, items in by_file.items():
-        with open_file(name) as view:
+        with open_file(name) as read_range:
             for item, place in sorted(items, key=lambda each: each[1].offset):
                 described = metadata.state_dict_metadata[item.storage_index.fqn]
                 if item.type is LoadItemType.BYTE_IO:
-                    value = _load(view(place.offset, place.length), described, item.storage_index)
+                    value = _load(read_range(place.offset, place.length), described, item.storage_index)
                     set_element(targets, planner.mappings[item.dest_index.fqn], value)
                     continue
                 target = planner.resolve_tensor(item).detach()
-                if isinstance(view, DiskView) and _read_in_place(view, place, item, described, target):
+                if isinstance(read_range, DiskView) and _read_in_place(read_range, place, item, described, target):
                     continue
-                value = _load(view(place.offset, place.length), described, item.storage_index)
+                value = _load(read_range(place.offset, place.length), described, item.storage_index)
                 target.copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
     return targets
 

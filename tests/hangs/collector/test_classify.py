@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.hangs.collector.classify import (
+    FactsBesideStack,
     StackLocation,
-    ThreadFacts,
     is_alone,
     locate,
     representative_thread,
@@ -52,7 +52,7 @@ def read_stacks() -> tuple[dict[str, list[str]], dict[str, str]]:
 PLACES = re.compile(r"\b(TORCH|PYTHON|ELASTICD|C10D|DDP)\b")
 STACKS, EXPECTED = read_stacks()
 SCRIPT, BACKWARD, THREAD = STACKS["SCRIPT"], STACKS["BACKWARD"], STACKS["THREAD"]
-WAITS = ThreadFacts(idle=True, group=True)
+WAITS = FactsBesideStack(idle=True, group=True)
 
 
 @pytest.mark.parametrize("name", [name for name, what in EXPECTED.items() if what not in ("", "ignored", "counts")])
@@ -65,12 +65,12 @@ def test_locate_table(name: str) -> None:
 
 def test_backward_waits_only_if_idle_and_in_group() -> None:
     frames = stack(*BACKWARD, *SCRIPT)
-    assert locate(frames, ThreadFacts(idle=False, group=True)) == StackLocation("elsewhere", "train.py:88 train")
-    assert locate(frames, ThreadFacts(idle=True, group=False)) == StackLocation("elsewhere", "train.py:88 train")
+    assert locate(frames, FactsBesideStack(idle=False, group=True)) == StackLocation("elsewhere", "train.py:88 train")
+    assert locate(frames, FactsBesideStack(idle=True, group=False)) == StackLocation("elsewhere", "train.py:88 train")
 
 
 @pytest.mark.parametrize(
-    ("source", "context", "where"),
+    ("source", "beside", "where"),
     [
         ("work.wait()", {"group": True, "idle": True}, "collective"),
         ("os.wait()", {"group": True, "idle": True}, "elsewhere"),
@@ -84,8 +84,8 @@ def test_backward_waits_only_if_idle_and_in_group() -> None:
         ("batch = next(batches)", {"cuda": True, "group": True, "idle": True}, "elsewhere"),
     ],
 )
-def test_c_method_is_found_by_source_line(source: str, context: dict[str, bool], where: str) -> None:
-    assert locate(stack(*SCRIPT), ThreadFacts(source=source, **context)).where == where
+def test_c_method_is_found_by_source_line(source: str, beside: dict[str, bool], where: str) -> None:
+    assert locate(stack(*SCRIPT), FactsBesideStack(source=source, **beside)).where == where
 
 
 def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> None:
@@ -95,7 +95,7 @@ def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> No
         ("self.store.wait(keys)", "self.store.wait"),
         ("w[0].wait()", "object.wait"),
     ):
-        assert locate(stack(*SCRIPT), ThreadFacts(source=source, idle=True, group=True)).function == name
+        assert locate(stack(*SCRIPT), FactsBesideStack(source=source, idle=True, group=True)).function == name
         rank = RankState("a", RankReport(0, 0, where="collective", function=name))
         assert rank.waits
         assert not rank.is_recorded

@@ -16,7 +16,7 @@ from elasticd_agent.model.reports import Where
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadFacts:
+class FactsBesideStack:
     """Facts that a stack does not show."""
 
     idle: bool = False  #: the thread uses no processor
@@ -119,7 +119,7 @@ _FED = re.compile(rf"{STDLIB}(?:concurrent/futures/thread|multiprocessing/queues
 """Python's threads that only do what another thread of the process gives them."""
 
 
-def locate(frames: Sequence[Frame], context: ThreadFacts = ThreadFacts()) -> StackLocation:
+def locate(frames: Sequence[Frame], beside: FactsBesideStack = FactsBesideStack()) -> StackLocation:
     """The place of the thread with these frames, innermost first. No frames: it runs no Python code."""
     if not frames:
         return StackLocation("elsewhere", "")
@@ -128,7 +128,7 @@ def locate(frames: Sequence[Frame], context: ThreadFacts = ThreadFacts()) -> Sta
     for frame in frames:
         if _matches(_BACKWARD, frame):
             # Waits for collectives and all work look the same here.
-            inside = context.idle and context.group
+            inside = beside.idle and beside.group
             return (
                 StackLocation("collective", _BACKWARD.label)
                 if inside
@@ -140,7 +140,7 @@ def locate(frames: Sequence[Frame], context: ThreadFacts = ThreadFacts()) -> Sta
             return StackLocation(rule.where, script_place(frames) if rule.where == "elsewhere" else named)
         if frame.library not in _SEEN_THROUGH:
             break
-    return _by_source(frames, context) or StackLocation("elsewhere", script_place(frames))
+    return _by_source(frames, beside) or StackLocation("elsewhere", script_place(frames))
 
 
 def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
@@ -153,7 +153,9 @@ def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
     if not main or caller is main[0] or (caller is not None and caller.library):
         return 0
     candidates = [i for i, frames in enumerate(threads) if i and not _serves(frames)]
-    waiting = [i for i in candidates if locate(threads[i], ThreadFacts(idle=True, group=True)).where != "elsewhere"]
+    waiting = [
+        i for i in candidates if locate(threads[i], FactsBesideStack(idle=True, group=True)).where != "elsewhere"
+    ]
     return next(iter(waiting or candidates), 0)
 
 
@@ -218,15 +220,15 @@ def _serves(frames: Sequence[Frame]) -> bool:
     return caller is None or _SERVING.search(caller.file) is not None
 
 
-def _by_source(frames: Sequence[Frame], context: ThreadFacts) -> StackLocation | None:
+def _by_source(frames: Sequence[Frame], beside: FactsBesideStack) -> StackLocation | None:
     """A method written in C, by the line that calls it: a thread that waits in one has released the GIL.
 
     Whose `wait` that is cannot be told: a collective's, a store's. The name tells it from what torch's frames say.
     """
-    if not context.source or context.gil:
+    if not beside.source or beside.gil:
         return None
-    if context.group and context.idle and (call := _WAIT_CALL.search(context.source)):
+    if beside.group and beside.idle and (call := _WAIT_CALL.search(beside.source)):
         return StackLocation("collective", f"{call[1] or 'object'}.wait")
-    if context.cuda and _DEVICE_CALL.search(context.source):
+    if beside.cuda and _DEVICE_CALL.search(beside.source):
         return StackLocation("device", script_place(frames))
     return None

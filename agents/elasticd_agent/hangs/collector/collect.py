@@ -144,8 +144,8 @@ class Collection:
         cuda = any(target.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for target in fds)
         joined = known.get("collectives", -1) >= 0
         source = _source(thread.frames)
-        idle = classify.ThreadFacts(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
-        located, if_busy = (classify.locate(thread.frames, context) for context in (idle, replace(idle, idle=False)))
+        idle = classify.FactsBesideStack(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
+        located, if_busy = (classify.locate(thread.frames, beside) for beside in (idle, replace(idle, idle=False)))
         # Whether the thread is at work is measured only where it makes a difference.
         if located != if_busy:
             time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))

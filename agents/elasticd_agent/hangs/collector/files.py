@@ -44,7 +44,7 @@ def write(path: str, content: bytes) -> None:
         os.close(fd)
 
 
-def read(path: FilePath, most: int, *, tail: bool = False) -> bytes:
+def read_plain_file(path: FilePath, most: int, *, tail: bool = False) -> bytes:
     """The first or last `most` bytes of a plain file. Raises OSError, also for what is no plain file."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
@@ -61,7 +61,7 @@ def last_lines(paths: Sequence[FilePath]) -> list[str]:
     parts = []
     for path in dict.fromkeys(paths):
         try:
-            data = read(path, LOG_BYTES, tail=True)
+            data = read_plain_file(path, LOG_BYTES, tail=True)
         except OSError as error:
             data = f"[elasticd: not read: {error.strerror or error}]".encode()
         lines = [line[:LINE_LIMIT].decode("utf-8", "replace") for line in data.splitlines()[-LOG_LINES:]]
@@ -75,7 +75,7 @@ def publish(request: PublishRequest) -> None:
     make_private_directory(final)
     if request.source:
         for path in _files(Path(request.source)):
-            write(str(final / path.name), read(str(path), _CHUNK))
+            write(str(final / path.name), read_plain_file(str(path), _CHUNK))
     if request.file is not None:
         name, text = request.file
         write(str(final / name), text.encode("utf-8", "surrogateescape"))

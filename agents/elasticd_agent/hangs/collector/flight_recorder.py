@@ -50,7 +50,7 @@ def await_dump(beat: FilePath, request: DumpRequest, path: FilePath, until: floa
                 if time.monotonic() >= (last if runs else until):
                     return None if runs else b""
                 time.sleep(POLL_S)
-        return disk.read(path, LIMIT)
+        return disk.read_plain_file(path, LIMIT)
     except (OSError, WireError):
         return b""
 
@@ -66,7 +66,7 @@ def nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
 
 def _content(path: FilePath) -> bytes:
     try:
-        return disk.read(path, LIMIT)
+        return disk.read_plain_file(path, LIMIT)
     except OSError:  # it does not exist yet
         return b""
 

@@ -248,7 +248,7 @@ class GpuHandle:
         return float(max(0, used - sum(process.usedGpuMemory or 0 for process in processes)))
 
 
-class MemoryObserver:
+class MemoryHolderObserver:
     """Which processes hold GPU memory. NVML stays initialised: initialising takes seconds where no client does that."""
 
     def __init__(self, nvml: Any, names: Collection[str]) -> None:
@@ -400,7 +400,7 @@ class Server:
 
     def __init__(self, nvml: Any, send: Callable[[Message], None]) -> None:
         self._nvml, self._send = nvml, send
-        self._memory: MemoryObserver | None = None
+        self._memory: MemoryHolderObserver | None = None
         self._names: Collection[str] = ()
 
     def handle(self, request: Message) -> None:
@@ -421,11 +421,11 @@ class Server:
                 EventThread(self._nvml, request["gpus"], self._send)
             case "initialize":
                 self._names = request["gpus"]
-                self._memory = MemoryObserver(self._nvml, self._names)
+                self._memory = MemoryHolderObserver(self._nvml, self._names)
             case "sample" if self._memory is not None:
                 self._memory.sample(request["pids"])
             case "holders":
-                self._memory = self._memory or MemoryObserver(self._nvml, self._names)
+                self._memory = self._memory or MemoryHolderObserver(self._nvml, self._names)
                 holders, busy = self._memory.look(dict(request["pids"]))
                 return {"holders": holders, "busy": busy}
         return {}
