@@ -4,6 +4,10 @@ The commands of the three parts share one name. Those of a job (`run`, `explain`
 `docs`) are in this package; those of the service are found by name and imported when they are called, so a machine that
 only runs jobs never loads the service. `explain` and `dump` exist in both: which one is meant is decided by what the
 user has written and by whether an agent runs here (`is_about_agents_job`).
+
+A mistake of the user is one line on stderr and exit code 2; a store that is away is 75, since the same command may work
+later; a traceback means a defect of elasticd. Standard streams that are closed are opened on /dev/null first: otherwise
+the first file that is opened would get their numbers, and error messages would be written into it.
 """
 
 from __future__ import annotations
