@@ -23,7 +23,6 @@ from elasticd.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-LEAST_DECISION_TIMEOUT = timedelta(minutes=10)
 LAST_COLLECTIVE_S = 0.02
 """A sleep before the group is destroyed. Gloo's thread may still need the GIL to release its last collective; if DDP's
 reducer then holds the last reference to the process group, it joins that thread under the GIL, for ever
@@ -91,19 +90,6 @@ def join(environment: WorkerEnvironment, timeout: timedelta | None, device: torc
             arguments.update(store=HashStore(), rank=0, world_size=1)
         dist.init_process_group(**arguments)
     return DefaultGroup(dist.get_rank(), dist.get_world_size(), device, created)
-
-
-def decision_timeout(device: torch.device, timeout: timedelta | None) -> timedelta:
-    """The time that a rank waits for another one's message by default: as for a collective, 10 minutes at least.
-
-    `timeout` is the process group's, torch's default if None. A shorter wait would end jobs that torch lets wait, such
-    as for the evaluation of one rank.
-    """
-    from torch.distributed.constants import default_pg_timeout
-
-    if timeout is None and device.type == "cpu":
-        timeout = default_pg_timeout
-    return max(LEAST_DECISION_TIMEOUT, timeout or LEAST_DECISION_TIMEOUT)
 
 
 def leave(group: DefaultGroup) -> None:

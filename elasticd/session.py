@@ -35,7 +35,7 @@ from elasticd.coordination import pause
 from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher
-from elasticd.coordination.store_channel import StoreChannel, open_channel
+from elasticd.coordination.store_channel import StoreChannel, default_timeout_s, open_channel
 from elasticd.errors import CheckpointError, CheckpointRefused, UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events
@@ -90,9 +90,7 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta | None
     environment = process_group.read_environment()
     is_newcomer = newcomer.is_newcomer()
     group = newcomer.join(environment) if is_newcomer else process_group.join(environment, timeout)
-    if decision_timeout is None:
-        decision_timeout = process_group.decision_timeout(group.device, timeout)
-    return Session(environment, group, decision_timeout.total_seconds(), timeout)
+    return Session(environment, group, decision_timeout, timeout)
 
 
 class Session:
@@ -102,10 +100,10 @@ class Session:
         self,
         environment: process_group.WorkerEnvironment,
         group: process_group.DefaultGroup,
-        decision_timeout_s: float,
+        decision_timeout: timedelta | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._timeout, self._decision_timeout_s = timeout, decision_timeout_s
+        self._timeout, self._decision_timeout = timeout, decision_timeout
         self._launch = launch_channel.from_environment()
         self._heartbeat = heartbeat.from_environment()
         self._issued = Collectives().issued
@@ -151,11 +149,13 @@ class Session:
         self._group = group
         self._heartbeat.use_session()
         self._events = worker_events.from_environment(environment.round, group.rank)
+        decision = self._decision_timeout
+        decision_s = default_timeout_s() if decision is None else decision.total_seconds()
         if self._is_ahead:
-            self._channel = StoreChannel(group.rank, 1, None, "", self._decision_timeout_s)
+            self._channel = StoreChannel(group.rank, 1, None, "", decision_s)
         else:
             self._channel = open_channel(
-                group.rank, group.world_size, environment.round, group.device, self._decision_timeout_s, self._heartbeat
+                group.rank, group.world_size, environment.round, group.device, decision_s, self._heartbeat
             )
         self._channel.status = self._status_before_call
         self._scalars = ScalarSampler(self._events) if group.rank == 0 else None

@@ -25,10 +25,12 @@ from elasticd.bounded_json import JsonObject
 from elasticd.coordination.missed_call import Awaited, MissedCalls
 from elasticd.coordination.rank_status import RankStatus, StatusReader, new_connection
 from elasticd.errors import DecisionTimeout, ElasticdError
+from elasticd.heartbeat.collectives import default_group, timeout_ms
 from elasticd.heartbeat.record import HeartbeatWriter, NullHeartbeat
 
 # The longest wait inside torch: after it a signal handler gets its turn. torch prints two lines for each wait that
 # times out, so after the first one the key is polled, in pauses that add at most this share of the wait.
+LEAST_DEFAULT_S = 600.0
 _WAIT_S = 1.0
 _PAUSE_SHARE = 0.02
 _LONGEST_PAUSE_S = 0.25
@@ -221,6 +223,14 @@ class StoreChannel:
             f"rank {self.rank} waited {timeout_s:g} s for {ranks}: {what}. All ranks must call the same session "
             f"functions at the same steps; check what that rank does.{where}"
         )
+
+
+def default_timeout_s() -> float:
+    """The seconds that a rank waits for another one's message by default: as for a collective, 10 minutes at least.
+
+    A shorter wait would end jobs that torch lets wait, such as for the evaluation of one rank.
+    """
+    return max(timeout_ms(default_group()) / 1000, LEAST_DEFAULT_S)
 
 
 def open_channel(

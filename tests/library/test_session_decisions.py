@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.coordination.decisions import COST_SHARE, LONGEST_S, Action, Decision, DecisionPoints, next_interval
-from elasticd.coordination.store_channel import StoreChannel
+from elasticd.coordination.store_channel import StoreChannel, default_timeout_s
 from elasticd.errors import DecisionTimeout, DirectoryInUse, ElasticdError, WireError
 
 
@@ -158,3 +160,13 @@ def test_second_session_reads_nothing_of_first() -> None:
     with pytest.raises(DecisionTimeout):
         new[1].on_rank0("k", "it", dict)
     assert old[1].on_rank0("k", "it", dict) == {"n": 1}
+
+
+@pytest.mark.parametrize(("timeout", "minutes"), [(None, 30), (timedelta(minutes=1), 10), (timedelta(hours=2), 120)])
+def test_messages_are_waited_for_as_long_as_collectives(timeout: timedelta | None, minutes: int) -> None:
+    """Also where the script has made the group. Less would end a job whose rank 0 prepares its data for longer."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        assert default_timeout_s() == 60 * minutes
+    finally:
+        dist.destroy_process_group()
