@@ -156,7 +156,6 @@ class Template:
         if left_out:
             self.send("TemplateUnfit", leave_out=left_out)
             os._exit(0)
-        gc.collect()
         gc.freeze()  # garbage collection in the workers then leaves the shared pages untouched
         self.send("TemplateReady", cold=cold or self.shadowed(), seconds=time.monotonic() - started)
         while True:
@@ -185,7 +184,7 @@ class Template:
                 self.send("Preloading", module=name)
                 before = self.unfit()
                 try:
-                    with self.hidden.loading(name):
+                    with self.hidden.loading(name), self.without_collection(name):
                         importlib.import_module(name)
                 except BaseException as error:
                     if name == "torch":  # any other module can be left out
@@ -228,6 +227,21 @@ class Template:
         finally:
             os.environ.clear()
             os.environ.update(self.env)
+
+    @contextlib.contextmanager
+    def without_collection(self, name: str) -> Iterator[None]:
+        """Import without garbage collection, as Python's documentation advises before a fork: it would take a quarter
+        of torch's import, and what it frees leaves holes that workers write into. The user's own modules may set it.
+        """
+        collects = gc.isenabled() and name not in self.config["required"]
+        if collects:
+            gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.freeze()
+                gc.enable()
 
     def unfit(self) -> str | None:
         """Why this process must not be forked, or None."""
