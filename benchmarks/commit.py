@@ -80,7 +80,7 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, float, st
             times.append(end - start)
             in_step.append(end - ready)
             step_end.commit(step, is_saved=False, ends_epoch=False)
-            if step_end.begin(is_certain=True):
+            if step_end.on_step_begin(is_certain=True):
                 raise AssertionError("nothing has changed")
             at_end.append(time.perf_counter() - end)
         parts = {

@@ -473,7 +473,7 @@ class Session:
         if action == "stop":
             # Rank 0 may serve the store itself, and may leave once it has stopped: not before all have read the
             # decision.
-            self._channel.collect("stopped", b"", "their stop")
+            self._channel.gather_on_rank0("stopped", b"", "their stop")
             self._should_stop = True
             if saved and self._donor is not None:
                 self._donor.close()  # what the script trains from here on is no step
@@ -825,7 +825,7 @@ class Session:
 
     def _begin_step(self, is_certain: bool) -> None:
         assert self._between_steps is not None
-        if what := self._between_steps.begin(is_certain):
+        if what := self._between_steps.on_step_begin(is_certain):
             self._say(what, key=" ".join(self._between_steps.changed))
             self._due = self._due or self._between_steps.why_save_again()
 

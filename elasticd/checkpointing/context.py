@@ -99,7 +99,7 @@ class SaveContext:
 
         Words are JSON, decisions JSON objects. `answer_key`: the decision's key in the store, if it is not `key`.
         """
-        every = self.channel.collect(key, json.dumps(mine).encode(), what)
+        every = self.channel.gather_on_rank0(key, json.dumps(mine).encode(), what)
         return self.channel.on_rank0(answer_key or key, what, lambda: decide([json.loads(word) for word in every]))
 
     def own_part(self, step: int) -> StateDict:

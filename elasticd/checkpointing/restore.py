@@ -191,7 +191,7 @@ class Restore:
         """The state that every rank has open, or can read; None: there is none."""
         may_wait = self._saver.shards(self._attached) is not None
         word = {**self._find_held(), **self._process.describe()}
-        held = self._context.channel.collect("held", json.dumps(word).encode(), "what its node has in memory")
+        held = self._context.channel.gather_on_rank0("held", json.dumps(word).encode(), "what its node has in memory")
         in_memory, self._chooser.servers = held_states.parse(held)
         self._chooser.states = sorted(held_commit.held_states(held) + in_memory, key=held_states.age)
         attempt = 0
@@ -244,7 +244,7 @@ class Restore:
 
         if rank != 0:
             settle()
-        channel.collect("settled", b"", "whether its node has written what it has in memory")
+        channel.gather_on_rank0("settled", b"", "whether its node has written what it has in memory")
         if rank == 0:
             settle()
 

@@ -217,7 +217,7 @@ class Saver:
         if len(mine) > MOST_SENT_BYTES:
             mine = f"{_TOO_LARGE}rank {rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
         what = f"random states for the save at step {step}"
-        received = context.channel.collect(f"random/{context.saves}", mine, what)
+        received = context.channel.gather_on_rank0(f"random/{context.saves}", mine, what)
         if too_large := [
             sent.decode().removeprefix(_TOO_LARGE) for sent in received if sent.startswith(_TOO_LARGE.encode())
         ]:
@@ -283,12 +283,8 @@ class Saver:
             self.context.is_sharded = True
         return self._shards
 
-    def wait(self) -> bool:
-        """Wait, on rank 0, until the writer has finished with the last save; True if it is on the disk."""
-        return self._writes.wait()
-
     def close(self, wait: bool = True) -> None:
         """Wait for the last checkpoint, unless the others wait for this rank's end, and release the lock."""
         if wait:
-            self.wait()
+            self._writes.wait()
         self._writes.close()

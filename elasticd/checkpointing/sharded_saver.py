@@ -319,7 +319,7 @@ class ShardedSaver:
             folder = context.channel.on_rank0(key, "the staging directory", dict)["folder"]
             if folder:
                 part = state_files.write_other_part(context.place, draft, token, group.rank, contents)
-                context.channel.collect(key, json.dumps(part).encode(), what)
+                context.channel.gather_on_rank0(key, json.dumps(part).encode(), what)
             return False
         opened = False
 
@@ -328,7 +328,7 @@ class ShardedSaver:
             opened = True
             context.channel.on_rank0(key, what, lambda: {"folder": str(staging.path)})
             own = json.dumps(state_files.write_part(staging.path, contents)).encode()
-            every = [json.loads(part) for part in context.channel.collect(key, own, what)]
+            every = [json.loads(part) for part in context.channel.gather_on_rank0(key, own, what)]
             return state_files.merge({f"rank {rank}: ": part for rank, part in enumerate(every)})
 
         saved = self._writes.write_now(draft, fill, why, start, token)

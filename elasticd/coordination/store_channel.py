@@ -138,7 +138,7 @@ class StoreChannel:
         if self.store is not None:
             self.put(key, json.dumps(value).encode())
 
-    def collect(self, key: str, mine: bytes, what: str) -> list[bytes]:
+    def gather_on_rank0(self, key: str, mine: bytes, what: str) -> list[bytes]:
         """Rank 0 gets every rank's message, in the order of ranks; the others get nothing and do not wait."""
         if self.rank != 0:
             self.put(f"{key}/{self.rank}", mine)
@@ -159,7 +159,7 @@ class StoreChannel:
         usual_s = self.timeout_s
         self.timeout_s = min(usual_s, _LEAVE_TIMEOUT_S)
         with contextlib.suppress(DecisionTimeout, RuntimeError):  # torch's DistError is a RuntimeError
-            self.collect(key, b"", "their last message")
+            self.gather_on_rank0(key, b"", "their last message")
         self.timeout_s = usual_s
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks
 
-KNOWN = {"transformers": 5, "lightning": 2, "pytorch_lightning": 2}
+TESTED_MAJOR_VERSIONS = {"transformers": 5, "lightning": 2, "pytorch_lightning": 2}
 """The major versions that tests/frameworks has tried."""
 
 
@@ -34,8 +34,8 @@ def integrate(module: Any) -> None:
         found = version(package)
     except PackageNotFoundError:
         found = "of no version"
-    if found.partition(".")[0] != str(KNOWN[package]):
-        say(f"{package} {found} is left alone: {package} {KNOWN[package]} is known")
+    if found.partition(".")[0] != str(TESTED_MAJOR_VERSIONS[package]):
+        say(f"{package} {found} is left alone: only version {TESTED_MAJOR_VERSIONS[package]} is tested")
     elif package == "transformers":
         _wrap(module.Trainer, "train", _train)
     else:

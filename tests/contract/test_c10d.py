@@ -31,10 +31,10 @@ from elasticd_agent.store.c10d.tcp_store import (
     Envelope,
     KeyState,
     TcpStoreConnection,
+    change_key,
     counter_key,
     decode,
     entries,
-    event_key,
     index_key,
     lease_key,
     lease_members_key,
@@ -342,13 +342,13 @@ def test_counted_change_without_a_name_is_repaired(place: HostedStore) -> None:
     place.pass_time(1.0)
     place.wire.add(counter_key("p/"), 1)
     assert place.verbs.compare_and_swap("p/k", None, VALUE)
-    assert place.wire.read(event_key("p/", 1)) is None
+    assert place.wire.read(change_key("p/", 1)) is None
     place.pass_time(3 * TURN_S)
-    assert place.wire.read(event_key("p/", 1)) == b"p/"
-    assert place.wire.read(event_key("p/", 2)) == b"p/k"
+    assert place.wire.read(change_key("p/", 1)) == b"p/"
+    assert place.wire.read(change_key("p/", 2)) == b"p/k"
     place.pass_time(TOMBSTONE_S + 1)
-    assert place.wire.read(event_key("p/", 1)) is None, "no watch waits for it any more"
-    assert place.wire.read(event_key("p/", 2)) is None
+    assert place.wire.read(change_key("p/", 1)) is None, "no watch waits for it any more"
+    assert place.wire.read(change_key("p/", 2)) is None
 
 
 def test_unwatched_prefix_is_dropped(place: HostedStore) -> None:

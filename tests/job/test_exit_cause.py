@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd_agent.job.exit_cause import describe_exception as raised_words
 from elasticd_agent.job.exit_cause import (
     describe_exit,
     describe_peer_loss,
+    describe_primary_exception,
     is_secondary,
     is_user_error,
     may_be_secondary,
@@ -228,7 +228,7 @@ def test_describe_peer_loss(exit: WorkerExited, why: str) -> None:
 def test_describe_exception_before_the_exit(exit: WorkerExited, what: str) -> None:
     """What a rank that has not ended ends by."""
     assert exit.exit_report is not None
-    assert raised_words(exit.exit_report) == what
+    assert describe_primary_exception(exit.exit_report) == what
 
 
 def test_an_exit_in_words() -> None:

@@ -163,7 +163,7 @@ def test_slot_starts_until_its_process_is_ready() -> None:
     slots = Slots("b", (0, 1, 2), min_workers=2)
     slots.starts([2, 1])
     assert (slots.starting, slots.usable) == ((1, 2), (0, 1, 2)), "the leader decides whether they are waited for"
-    slots.ready([1])
+    slots.mark_ready([1])
     assert slots.starting == (2,)
     slots.handle(stuck(70, 2))
     slots.handle(ProcessReaped(70))
@@ -177,7 +177,7 @@ def test_slots_of_a_job_whose_processes_do_not_come_ahead() -> None:
     who = "the new process of slot 2 exited with code 1 before session.run"
     assert [slots.failed(raised) for _ in range(2)] == [f"{who}: another one starts ({n} of 3)" for n in (2, 3)]
     assert slots.starting == (1, 2) and slots.to_start == {1, 2}
-    slots.ready([2])
+    slots.mark_ready([2])
     slots.starts([2])
     assert "(2 of 3)" in slots.failed(raised), "they are counted in a row"
     slots.failed(raised)
@@ -204,6 +204,6 @@ def test_slot_whose_processes_hang_is_left_out_until_a_round_needs_it() -> None:
     assert (slots.starting, slots.to_start) == ((0, 2), {0})
     slots.starts([2])
     assert slots.to_start == {0}, "another fault elsewhere gives it no new process"
-    slots.ready([0, 2])
+    slots.mark_ready([0, 2])
     slots.starts([2])
     assert slots.to_start == {2}

@@ -94,7 +94,7 @@ def test_weights_that_were_averages_during_an_evaluation_are_not_changed() -> No
                 parameter.zero_()
                 parameter.copy_(own)
         assert not end.is_changed()
-        assert end.begin(is_certain=True) == ""
+        assert end.on_step_begin(is_certain=True) == ""
     assert donor.calls == [True] * FIRST_STEPS
 
 
@@ -143,11 +143,11 @@ def test_change_after_each_of_the_first_steps_is_an_error() -> None:
     for step in range(1, FIRST_STEPS):
         end.commit(step, is_saved=False, ends_epoch=False)
         change(attached)
-        assert f"ema changed after session.step() of step {step} and before" in end.begin(is_certain=True)
+        assert f"ema changed after session.step() of step {step} and before" in end.on_step_begin(is_certain=True)
     end.commit(FIRST_STEPS, is_saved=False, ends_epoch=False)
     change(attached)
     with pytest.raises(CheckpointRefused, match=r"Move session\.step\(\) below"):
-        end.begin(is_certain=True)
+        end.on_step_begin(is_certain=True)
     assert donor.calls == [True] * FIRST_STEPS + ["closed"]
 
 
@@ -163,7 +163,7 @@ def test_other_changes_end_no_job(is_first_run: bool, clean: tuple[int, ...], is
         end.commit(step, is_saved=step == 7, ends_epoch=False)
         if step not in clean:
             change(attached)
-        assert bool(end.begin(is_certain)) == (step not in clean)
+        assert bool(end.on_step_begin(is_certain)) == (step not in clean)
         assert end.why_save_again() == ""  # each save is like that
 
 
@@ -174,7 +174,7 @@ def test_saved_step_that_changes_afterwards_is_saved_again() -> None:
         end.commit(step, is_saved=True, ends_epoch=False)
         if step == 2:
             change(attached)
-        end.begin(is_certain=True)
+        end.on_step_begin(is_certain=True)
     assert end.why_save_again() == "step 2 was saved before a change"
 
 
@@ -189,7 +189,7 @@ def test_end_of_an_epoch_may_change_anything() -> None:
     for step in range(1, 8):
         end.commit(step, is_saved=True, ends_epoch=True)
         change(attached)
-        assert end.begin(is_certain=True) == ""
+        assert end.on_step_begin(is_certain=True) == ""
     assert donor.calls == ["tail"] * 7
 
 
@@ -202,14 +202,14 @@ def test_change_after_a_save_as_of_the_next_epoch_is_said() -> None:
     end.on_save(is_past=True)
     assert not end.is_changed()
     change(attached)
-    assert "ema changed after session.step() of step 4" in end.begin(is_certain=True)
+    assert "ema changed after session.step() of step 4" in end.on_step_begin(is_certain=True)
 
 
 def test_random_numbers_are_named() -> None:
     end, donor = step_end(objects())
     donor.has_drawn = True
     end.commit(1, is_saved=False, ends_epoch=False)
-    assert end.begin(is_certain=True).startswith("the random state changed after session.step() of step 1")
+    assert end.on_step_begin(is_certain=True).startswith("the random state changed after session.step() of step 1")
 
 
 def test_sampler_state_of_the_next_epoch() -> None:

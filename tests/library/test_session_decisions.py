@@ -117,9 +117,9 @@ def test_invalid_decision_is_refused() -> None:
 
 def test_wait_ends_at_deadline_and_names_missing_rank() -> None:
     ranks = channels(4, timeout_s=0.2)
-    ranks[2].collect("random/1", b"2", "random states")
+    ranks[2].gather_on_rank0("random/1", b"2", "random states")
     with pytest.raises(DecisionTimeout, match=r"rank 0 waited 0\.2 s for ranks 1, 3: random states"):
-        ranks[0].collect("random/1", b"0", "random states")
+        ranks[0].gather_on_rank0("random/1", b"0", "random states")
     with pytest.raises(DecisionTimeout, match=r"rank 3 waited 0\.2 s for rank 0: the plan"):
         ranks[3].on_rank0("plan", "the plan", dict)
 
@@ -127,9 +127,9 @@ def test_wait_ends_at_deadline_and_names_missing_rank() -> None:
 def test_collect_is_ordered_and_leaves_no_keys() -> None:
     ranks = channels(3)
     before = ranks[0].store.num_keys()
-    ranks[2].collect("x", b"two", "")
-    ranks[1].collect("x", b"one", "")
-    assert ranks[0].collect("x", b"zero", "") == [b"zero", b"one", b"two"]
+    ranks[2].gather_on_rank0("x", b"two", "")
+    ranks[1].gather_on_rank0("x", b"one", "")
+    assert ranks[0].gather_on_rank0("x", b"zero", "") == [b"zero", b"one", b"two"]
     assert ranks[0].store.num_keys() == before
 
 

@@ -83,7 +83,7 @@ def test_writer_that_dies_during_a_copy_costs_that_save_only(
     (node, *_) = nodes
     options = {"directory": str(tmp_path / "shared"), "steps": 9, "every": 3, "sleep": 0.1}
     job = start_on(start, [node], {**options, "writer dies": [node.process.pid, 6, is_unread]}, 1, ranks=2)
-    assert node.process.wait(30) == -signal.SIGKILL
+    assert node.process.wait(60) == -signal.SIGKILL
     node.start()
     job.results()
     events = [event for event in job.ranks[0].read_events() if event.kind.startswith("checkpoint")]

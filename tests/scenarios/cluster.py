@@ -471,7 +471,7 @@ class Cluster:
                     return
                 assert round.number > node.stepping, "numbers only grow"
                 node.group, node.joined, node.at_entry = round, False, set()
-                node.slots.ready(node.slots.starting)
+                node.slots.mark_ready(node.slots.starting)
                 self._announce_slots(node)
                 self.highest[node.name] = round.number
                 targets = [EvidenceTarget(rank, 1) for rank in round.ranks(node.name)]
@@ -622,7 +622,7 @@ class Cluster:
             here = slots.intersection(node.slots.starting)
             if here and not node.dead and node.left is None:
                 node.at_entry |= here
-                node.slots.ready(here)
+                node.slots.mark_ready(here)
                 self.tell(node.label, f"slot {listing(sorted(here))} is at its entry")
                 self._announce_slots(node)
                 node.due = self.now

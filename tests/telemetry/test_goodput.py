@@ -67,7 +67,9 @@ TRAINED = (stepped(1, 110.0), stepped(10, 120.0))
         # Who waits for nodes is idle, though a fault was why; then it goes on being lost.
         (after(*TRAINED, broke(121.0), lambda s: s.on_wait(123.0)), 135.0, TimeSplit(useful=10, lost=3, idle=22)),
         (
-            after(*TRAINED, broke(121.0), lambda s: s.on_wait(123.0), lambda s: s.on_resume(130.0), stepped(11, 132.0)),
+            after(
+                *TRAINED, broke(121.0), lambda s: s.on_wait(123.0), lambda s: s.on_wait_end(130.0), stepped(11, 132.0)
+            ),
             135.0,
             TimeSplit(useful=13, lost=5, idle=17),
         ),
@@ -98,7 +100,9 @@ def test_a_step_that_was_made_before_counts_once() -> None:
 
 moments = st.floats(BEGAN - 5, BEGAN + 100)
 moves: st.SearchStrategy[tuple[str, int, float]] = st.tuples(
-    st.sampled_from(["on_step", "on_progress", "on_late_step", "on_fault", "on_pause", "on_wait", "on_resume", "read"]),
+    st.sampled_from(
+        ["on_step", "on_progress", "on_late_step", "on_fault", "on_pause", "on_wait", "on_wait_end", "read"]
+    ),
     st.integers(1, 12),
     moments,
 )

@@ -117,7 +117,7 @@ def describe_peer_loss(exit: WorkerExited) -> str:
     return "lost a connection" if names & _CONNECTION_ERRORS else "lost its peers"
 
 
-def describe_exception(report: ExitReport) -> str:
+def describe_primary_exception(report: ExitReport) -> str:
     """The exception of a worker that has not exited yet, "raised KeyError: 'x'"; "" for a secondary failure."""
     if report.kind != "exception" or not (is_own_failure(report) or _is_machine_failure(report)):
         return ""

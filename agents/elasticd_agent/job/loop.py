@@ -261,7 +261,7 @@ class JobLoop:
                 self._rendezvous.update_node_record(entered=number)
                 self._start_spares(number)
             case NewcomerReady(slot):
-                self._slots.ready([slot])
+                self._slots.mark_ready([slot])
                 self._announce_slots()
             case NewcomerEnded(_, why):
                 if why:
@@ -518,7 +518,7 @@ class JobLoop:
         if self.workers.can_release_ahead and (kept or self._rules.multi_node):
             self._slots.starts(others)
         else:  # nobody would wait for one of them alone
-            self._slots.ready(self._slots.starting)
+            self._slots.mark_ready(self._slots.starting)
         self._announce_slots()
 
     def _start_with_round(self, why: str) -> None:
@@ -586,7 +586,7 @@ class JobLoop:
             return
         self._saved_last = False
         if member := round.member(self.node):
-            self._slots.ready(member.slots)
+            self._slots.mark_ready(member.slots)
             self._announce_slots()
         self._monitor.begin(round, prepared, time.monotonic())
         if round.group_rank(self.node) == 0:

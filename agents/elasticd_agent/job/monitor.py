@@ -241,7 +241,7 @@ class GroupMonitor:
         if self._pending_exception:
             return
         for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True):
-            if beat.exit_report is not None and (why := exit_cause.describe_exception(beat.exit_report)):
+            if beat.exit_report is not None and (why := exit_cause.describe_primary_exception(beat.exit_report)):
                 self._pending_exception = f"rank {rank.rank} {why}"
                 self._rendezvous.update_node_record(pending_exception=self._pending_exception)
                 return

@@ -257,7 +257,7 @@ class Reporting(contextlib.ExitStack):
         self._about: dict[str, Any] = {"job": spec.job_id, "node": node}
         self.events = self.open_events(spec.job_id, node)
         self.callback(self.events.close)
-        self.metrics = self.open_metrics(spec.job_id, node)
+        self.metrics = self.make_metrics(spec.job_id, node)
         out, err = open_std_writers()
         for outlet in {out, err}:
             self.callback(outlet.close)
@@ -276,7 +276,7 @@ class Reporting(contextlib.ExitStack):
         """Open the event log. Raises UsageError for a file that cannot be opened."""
         return traced(event_log.open_event_log(self._settings.event_log, job, node), job, node, os.environ)
 
-    def open_metrics(self, job: str, node: str) -> metrics.Metrics:
+    def make_metrics(self, job: str, node: str) -> metrics.Metrics:
         """Make the metrics. They are counted also where no port serves them, since the summary at
         the end reads them.
         """

@@ -96,7 +96,7 @@ class Slots:
         if not self._starts_with_round:
             self._starting.update(slots)
 
-    def ready(self, slots: Collection[int]) -> None:
+    def mark_ready(self, slots: Collection[int]) -> None:
         """The process of each is at its entry, or starts with its round."""
         self._starting.difference_update(slots)
         self._given_up.difference_update(slots)

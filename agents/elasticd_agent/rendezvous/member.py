@@ -391,7 +391,7 @@ class RendezvousMember:
         if self._is_over():
             return None
         if self._follower.take(self._keys.planner):
-            self._election.read_leader(now)
+            self._election.refresh_leader(now)
         if not (self._store.standalone or self._store.hosts):
             return self._await_leader(now)
         claim_at = None if self.leads else self._election.claim(now, non_member=self._follower.is_non_member)

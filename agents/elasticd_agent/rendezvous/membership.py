@@ -505,7 +505,7 @@ def _best_slots(record: NodeRecord, view: View, slots: list[int]) -> list[int]:
     return sorted(sorted(slots, key=lambda slot: slot not in used)[:most])
 
 
-def spares_of(view: View, current: Round, members: Sequence[Member]) -> list[str]:
+def promoted_spares(view: View, current: Round, members: Sequence[Member]) -> list[str]:
     """The nodes and slots among `members` that stood by while `current` had all that the job asks for."""
     asked = view.requirements
     if asked.max_nodes > 1:

@@ -433,7 +433,7 @@ class LeaderElection:
         self._unanswered_since = None
         self.preempt_at = None
 
-    def read_leader(self, now: float) -> None:
+    def refresh_leader(self, now: float) -> None:
         stored = self._store.read(self._key)
         if stored is None:
             self.key_version = None

@@ -60,10 +60,10 @@ from elasticd_agent.rendezvous.membership import (
     joiners,
     losses,
     next_cooloff_end,
+    promoted_spares,
     returned_slots,
     select_members,
     short_of_slots,
-    spares_of,
 )
 from elasticd_agent.rendezvous.restart_budget import carry_over, is_misuse, is_refused_state, round_progressed, spend
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
@@ -604,7 +604,7 @@ def _next_round(
     # A node that joined may have checkpoints and logs of an earlier job in directories of its own.
     number = max(current.number, view.first_number - 1, *(record.highest_round for record in records)) + 1
     restarts = current.restarts + 1
-    promoted = spares_of(view, current, members)
+    promoted = promoted_spares(view, current, members)
     came = ", ".join(m.node for m in members if view.member(m.node) is None and m.node not in promoted)
     here = {m.node for m in members}
     back = [str(slots) for slots in returned_slots(view, current, running.now) if slots.node in here]

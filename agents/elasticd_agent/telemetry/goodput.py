@@ -74,7 +74,7 @@ class GoodputLedger:
         """Time from `at` on that is not useful is spent waiting for nodes."""
         return replace(self, waiting_from=min(self.waiting_from, at))
 
-    def on_resume(self, at: float) -> GoodputLedger:
+    def on_wait_end(self, at: float) -> GoodputLedger:
         """The wait for nodes has ended."""
         return replace(self._advanced_to(at), waiting_from=NEVER)
 
@@ -157,7 +157,7 @@ class GoodputTracker:
         self._next_backoff_s = self.backoff_s[min(round.budget.streak, len(self.backoff_s) - 1)]
         self._base_step = max(self.ledger.high_water, round.budget.high_water)
         spent = replace(self.ledger, high_water=self._base_step)
-        self.ledger = spent.on_pause().on_wait(now) if self._left_out else spent.on_resume(now)
+        self.ledger = spent.on_pause().on_wait(now) if self._left_out else spent.on_wait_end(now)
 
     def on_fault(self, number: int, now: float, *, ends: bool = True) -> None:
         """A fault of round `number` was reported; it `ends` the round, or is only reported."""

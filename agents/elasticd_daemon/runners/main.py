@@ -228,7 +228,7 @@ class RunnerReporting(Reporting):
         self._history.log = super().open_events(job, node)
         return self._history
 
-    def open_metrics(self, job: str, node: str) -> metrics.Metrics:
+    def make_metrics(self, job: str, node: str) -> metrics.Metrics:
         self._metrics = RunnerMetrics(job, node, version())
         return self._metrics
 

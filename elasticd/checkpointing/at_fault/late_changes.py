@@ -82,7 +82,7 @@ class BetweenSteps:
         """The random state that a save by the script has to have, None for the present one."""
         return None if self.has_begun else self._random_state
 
-    def begin(self, is_certain: bool) -> str:
+    def on_step_begin(self, is_certain: bool) -> str:
         """The next step begins; `is_certain`: it asks for its batch. Returns what is wrong, "" for nothing.
 
         Raises CheckpointRefused in the first steps of a script that changes a scheduler or a module after each: no

@@ -93,7 +93,7 @@ ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's 
 DIVERGED = "the ranks of this node hold different states"
 FIRST_STEPS_S = 1.0
 """After a round has resumed, nothing is written for so long: memory has the state, and training begins."""
-RESULTS = 16
+KEPT_RESULTS = 16
 """The number of results that are remembered for ranks that ask later."""
 
 Key = tuple[int, int]
@@ -334,7 +334,7 @@ class Writer:
                 self._buffers.describe(fill.buffer, fill.snapshot)
                 self._parts_until = float("inf")
                 self._report_whole(fill.snapshot)
-                self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:RESULTS])}
+                self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:KEPT_RESULTS])}
                 if fill.files:
                     self._partner.request(fill.snapshot, fill.partner)
             except ValueError as error:
@@ -479,7 +479,7 @@ class Writer:
     def _finish(self, snapshot: Snapshot, entry: Entry | None, why: str, kind: str = "checkpoint_failed") -> None:
         """The end of a task, for the ranks and, as a worker event, for the agent."""
         self._results[snapshot.key] = {"saved": entry is not None, "path": str(entry.path) if entry else "", "why": why}
-        while len(self._results) > RESULTS:
+        while len(self._results) > KEPT_RESULTS:
             self._results.pop(next(iter(self._results)))
         task, draft = snapshot.task, snapshot.draft
         if task is None:

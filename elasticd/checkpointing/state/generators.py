@@ -34,7 +34,7 @@ OTHERS_SIZES = (_STATE_BYTES, _STATE_BYTES, _HALF.size)
 _KIND = "MT19937"
 """The class of numpy's default generator, unless the script replaces it."""
 _VERSION = 3
-Source = memoryview | Callable[[], bytes]
+ByteSource = memoryview | Callable[[], bytes]
 """Memory to copy, or what makes the bytes."""
 
 
@@ -118,7 +118,7 @@ class Generators:
         self._follow(python_source(self._python), *numpy_sources(self._numpy))
         self._bits = bits
 
-    def _follow(self, *sources: Source) -> None:
+    def _follow(self, *sources: ByteSource) -> None:
         """Memory that has the states of python and numpy, and what is called before it is read to copy them there."""
         own = [memoryview(bytearray(size)) for size in (*OTHERS_SIZES, torch_bytes())]
         every = [*sources, *own[len(sources) : -1], self._of_torch]
@@ -155,7 +155,7 @@ def decode(memory: bytes, numbers: Numbers) -> RandomState:
     return states
 
 
-def python_source(generator: Any) -> Source:
+def python_source(generator: Any) -> ByteSource:
     """The source of a python generator's index and words."""
 
     def offered() -> bytes:
@@ -175,7 +175,7 @@ def python_source(generator: Any) -> Source:
     return _memory(generator)[at : at + _STATE_BYTES]
 
 
-def numpy_sources(generator: Any) -> tuple[Source, Source]:
+def numpy_sources(generator: Any) -> tuple[ByteSource, ByteSource]:
     """The sources of a numpy generator's words and position, and of its half of a pair of normal samples."""
 
     def offered() -> bytes:

@@ -67,7 +67,7 @@ class ShardPlan:
         if answered is None:
             raise CheckpointError(f"torch.distributed.checkpoint cannot plan this state: {why}")
         self._own = _File(answered.items)
-        self._own_sizes = self._own.value_sizes(self._planner)
+        self._own_sizes = self._own.python_value_sizes(self._planner)
         at = 0
         places = []
         for item, size in zip(self._own.items, self._own.sizes(self._own_sizes), strict=True):
@@ -93,7 +93,7 @@ class ShardPlan:
         self._planner.state_dict = flatten_state_dict(state)[0]
         if _structure(self._planner.state_dict) != self._structure:
             return False
-        return self._own.value_sizes(self._planner) == self._own_sizes
+        return self._own.python_value_sizes(self._planner) == self._own_sizes
 
     def content(self) -> Iterator[bytes | memoryview]:
         """This rank's file from its beginning to its end."""
@@ -132,7 +132,7 @@ class _File:
             yield len(before) + data.chunk.sizes.numel() * data.properties.dtype.itemsize + len(after)
         yield from value_sizes
 
-    def value_sizes(self, planner: SavePlanner) -> list[int]:
+    def python_value_sizes(self, planner: SavePlanner) -> list[int]:
         return [len(value) for value in self._value_bytes(planner)]
 
     def _value_bytes(self, planner: SavePlanner) -> list[bytes]:

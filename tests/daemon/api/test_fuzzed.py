@@ -63,7 +63,7 @@ def one(tmp_path: Path) -> Iterator[Served]:
     assert made.tcp().get("/v1/jobs").code == 200, "it still answers"
     made.close()
     assert threading.active_count() == threads
-    assert fds() == before
+    assert fds() <= before, "what an earlier test has left may go meanwhile"
 
 
 def said(served: Served, data: bytes) -> bytes:

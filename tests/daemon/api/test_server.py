@@ -376,7 +376,7 @@ def test_no_file_descriptor_leaks(serve: Serve, tmp_path: Path, until: Until) ->
     assert one.server.close()
     assert not one.socket.exists()
     until(lambda: threading.active_count() == threads, DEADLINE)
-    assert fds() == before
+    assert fds() <= before, "what an earlier test has left may go meanwhile"
 
 
 def test_defect_of_a_route_is_a_500_without_details(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

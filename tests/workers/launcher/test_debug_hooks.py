@@ -17,7 +17,7 @@ import pytest
 from elasticd.heartbeat import record as beat
 from elasticd.heartbeat.record import STACKS_SIGNAL
 from elasticd_agent.system.installation import library_file, program
-from elasticd_agent.workers.launcher.requests import LAUNCHER_FILES, LIBRARY
+from elasticd_agent.workers.launcher.requests import LIBRARY, TEMPLATE_PROGRAMS
 from tests.library.conftest import wait_for
 
 Worker = subprocess.Popen[str]
@@ -27,7 +27,7 @@ Worker = subprocess.Popen[str]
 def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     """Starts a script as the owner starts a cold worker, but that it is read here; it says "ready" by itself."""
     workers: list[Worker] = []
-    launch: dict[str, Any] = {name: program(name) for name in LAUNCHER_FILES}
+    launch: dict[str, Any] = {name: program(name) for name in TEMPLATE_PROGRAMS}
     launch |= {
         "library": {name: library_file(name) for name in LIBRARY},
         "agent": os.getpid(),

@@ -205,7 +205,7 @@ def notify_watchers(wire: tcp.TcpStoreConnection, key: str) -> None:
     for prefix in tcp.entries(wire.read(tcp.WATCHED)):
         if key.startswith(prefix):
             count = wire.add(tcp.counter_key(prefix), 1)
-            wire.set(tcp.event_key(prefix, count), tcp.to_bytes(key))
+            wire.set(tcp.change_key(prefix, count), tcp.to_bytes(key))
 
 
 def register_watch(wire: tcp.TcpStoreConnection, prefix: str) -> int:
@@ -296,7 +296,7 @@ class C10dClient:
         wire = self._connect()
         check_at = time.monotonic() + WATCH_RECHECK_S
         while True:
-            appeared = wire.wait(tcp.event_key(prefix, seen + 1), max(check_at - time.monotonic(), 0.1))
+            appeared = wire.wait(tcp.change_key(prefix, seen + 1), max(check_at - time.monotonic(), 0.1))
             with self._watch_lock:
                 if prefix not in self._wanted:
                     self._threads.discard(prefix)
@@ -308,7 +308,7 @@ class C10dClient:
                     seen, changed = count, prefix
             elif appeared:
                 seen += 1
-                changed = tcp.to_text(wire.read(tcp.event_key(prefix, seen)) or b"") or prefix
+                changed = tcp.to_text(wire.read(tcp.change_key(prefix, seen)) or b"") or prefix
             if changed is not None:
                 self._send({"changed": prefix, "key": changed})
 

@@ -165,18 +165,18 @@ class HostMaintenance:
         """A writer killed between counting a change and naming it leaves a gap, at which every watch would stop."""
         upto = min(count, watched.last_change + MAX_GAPS_PER_TURN)
         missing = range(watched.last_change + 1, upto + 1)
-        if missing and self._wire.check([tcp.event_key(prefix, n) for n in missing]):
+        if missing and self._wire.check([tcp.change_key(prefix, n) for n in missing]):
             watched.last_change = upto
         elif missing:
-            gap = next((n for n in missing if not self._wire.check([tcp.event_key(prefix, n)])), upto + 1)
+            gap = next((n for n in missing if not self._wire.check([tcp.change_key(prefix, n)])), upto + 1)
             if gap == watched.gap_at:
-                self._wire.swap(tcp.event_key(prefix, gap), None, tcp.to_bytes(prefix) or b"/")
+                self._wire.swap(tcp.change_key(prefix, gap), None, tcp.to_bytes(prefix) or b"/")
             watched.last_change, watched.gap_at = gap - 1, gap
         if watched.last_change > (watched.old[-1][1] if watched.old else 0):
             watched.old.append((self.awake_s, watched.last_change))
         while watched.old and self.awake_s - watched.old[0][0] >= TOMBSTONE_S:
             for n in range(watched.deleted + 1, watched.old.popleft()[1] + 1):
-                self._wire.delete(tcp.event_key(prefix, n))
+                self._wire.delete(tcp.change_key(prefix, n))
                 watched.deleted = n
 
     def _drop_if_unwatched(self, prefix: str, watched: _Watched, presence: bytes | None) -> None:
@@ -189,7 +189,7 @@ class HostMaintenance:
                 self._wire.append(tcp.WATCHED, tcp.entry(prefix))
                 return
             for n in range(watched.deleted + 1, watched.last_change + 1):
-                self._wire.delete(tcp.event_key(prefix, n))
+                self._wire.delete(tcp.change_key(prefix, n))
             self._wire.delete(tcp.counter_key(prefix))
             self._wire.delete(tcp.watchers_key(prefix))
             del self._watched[prefix]

@@ -89,7 +89,7 @@ watchers_key = partial(_key, b"watching/")
 """Moves while any client watches the prefix."""
 
 
-def event_key(prefix: str, number: int) -> bytes:
+def change_key(prefix: str, number: int) -> bytes:
     """Names the key of change `number`; it appears when the change is done, and watches wait for it."""
     return _key(b"change/%d/" % number, prefix)
 

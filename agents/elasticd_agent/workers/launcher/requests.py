@@ -208,7 +208,7 @@ FRAMEWORKS = (
     "accelerate.accelerator",
 )
 """The modules after which --integrate adds a callback."""
-LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams", "cpu_binding")
+TEMPLATE_PROGRAMS = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams", "cpu_binding")
 LIBRARY = (
     "elasticd.memory_order",
     "elasticd.channel",
@@ -293,7 +293,7 @@ class LaunchRequests:
 
     def _launch_config(self, **launch: Any) -> Message:
         """The start-up hook's configuration; `agent` and its descendants may trace the workers."""
-        files = {name: program(name) for name in LAUNCHER_FILES}
+        files = {name: program(name) for name in TEMPLATE_PROGRAMS}
         ours = {"library": {name: library_file(name) for name in LIBRARY}, "agent": os.getpid()}
         ours |= {"read_at_import": READ_AT_IMPORT.pattern, "integrate": FRAMEWORKS if self._spec.integrate else ()}
         return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
