@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from elasticd_agent.system.processes import procfs
+
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 PATIENCE_S = 90.0
@@ -186,12 +188,13 @@ class Job:
     def helper(self, name: str) -> int:
         """The pid of the job's owner, template ("templ") or store, by the names they go by in `ps`.
 
-        What is parked goes by the same names: the oldest is meant.
+        What is parked goes by the same names: the oldest is meant. Numbers of processes begin anew at 32,768.
         """
         comm = f"elasticd-{name}"
 
         def look() -> int:
-            return min((pid for pid in descendants(self.pid) if comm_of(pid) == comm), default=0)
+            found = [stat for pid in descendants(self.pid) if (stat := procfs.stat(pid)) and stat.comm == comm]
+            return min(found, key=lambda stat: stat.started).pid if found else 0
 
         return until(look, f"a process called {comm}")
 
