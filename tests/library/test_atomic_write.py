@@ -88,3 +88,12 @@ def test_published_staging_directory_leaves_the_next_one_of_its_name_alone(tmp_p
         with Staging(tmp_path, 1, 5, "e") as second:
             first.__exit__(None, None, None)
             assert second.path.exists()
+
+
+def test_sweep_takes_what_is_half_removed(tmp_path: Path) -> None:
+    """Its manifest went first, and then the process that removed it."""
+    rest = staging_path(tmp_path, 1, 5, "e")
+    rest.mkdir()
+    (rest / "state.pt").write_bytes(b"half")
+    sweep(tmp_path, 9)
+    assert not rest.exists()
