@@ -102,3 +102,35 @@ def test_process_limit_at_fork(job: StartJob, tmp_path: Path, forks: int) -> Non
     assert run.wait() == 0
     assert "fork" in run.err and run.event("group_started")["warm"] is False
     assert sorted((run.work / "who").read_text().split()) == ["0", "1"]
+
+
+NO_COLLECTION = """
+import gc, os
+
+class Rest:
+    def __del__(self):
+        open(os.path.join(os.environ["WORK"], "collected-once"), "x").close()
+
+rest = Rest()
+rest.itself = rest
+del rest
+gc.disable()
+"""
+IS_COLLECTED = """
+import gc, os
+import off
+open(os.path.join(os.environ["WORK"], "enabled-" + os.environ["RANK"]), "w").write(str(gc.isenabled()))
+"""
+
+
+def test_preload_that_turns_collection_off(job: StartJob, tmp_path: Path) -> None:
+    """It stays off in the workers, and what the module has left is collected before they are forked."""
+    (tmp_path / "off.py").write_text(NO_COLLECTION)
+    script = tmp_path / "elsewhere" / "collects.py"
+    script.parent.mkdir()
+    script.write_text(IS_COLLECTED)
+    path = os.pathsep.join(map(str, (tmp_path, REPOSITORY, REPOSITORY / "agents")))
+    run = job(script, flags=["--preload", "off"], env={"PYTHONPATH": path})
+    assert run.wait() == 0 and run.event("group_started")["warm"] is True
+    assert [(run.work / f"enabled-{rank}").read_text() for rank in (0, 1)] == ["False", "False"]
+    assert (run.work / "collected-once").exists()

@@ -156,6 +156,7 @@ class Template:
         if left_out:
             self.send("TemplateUnfit", leave_out=left_out)
             os._exit(0)
+        gc.collect()  # of the user's modules: what torch left is frozen already
         gc.freeze()  # garbage collection in the workers then leaves the shared pages untouched
         self.send("TemplateReady", cold=cold or self.shadowed(), seconds=time.monotonic() - started)
         while True:
@@ -231,7 +232,8 @@ class Template:
     @contextlib.contextmanager
     def without_collection(self, name: str) -> Iterator[None]:
         """Import without garbage collection, as Python's documentation advises before a fork: it would take a quarter
-        of torch's import, and what it frees leaves holes that workers write into. The user's own modules may set it.
+        of torch's import, and what it frees leaves holes that workers write into. The user's own modules are imported
+        with it, since they may turn it off.
         """
         collects = gc.isenabled() and name not in self.config["required"]
         if collects:
