@@ -429,7 +429,7 @@ def _may_lack_lines(logs: list[Log], ended: float, full_from: float, full_to: fl
 
 def _whole(path: Path) -> Iterator[Line]:
     """A full disk cuts lines short."""
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             found = json.loads(line)
         except ValueError:

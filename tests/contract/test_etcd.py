@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.store.etcd.connection import WatchStream
 from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_agent.store.etcd.stream import WatchStream
 from elasticd_agent.store.etcd.watch import EtcdWatches
 from tests.contract.proxy import Proxy
 from tests.contract.reading import answers, found, put
@@ -22,6 +23,7 @@ from tests.etcd import EtcdServers, etcd_servers
 Until = Callable[[Callable[[], object], float], object]
 Open = Callable[..., EtcdStore]
 SOON_S = 60.0
+IDLE_S = 3.0
 PROMPT_S = 0.5
 """What calls are given here; they may take 0.3 s more."""
 
@@ -49,6 +51,15 @@ def etcd() -> Iterator[EtcdServers]:
 def three() -> Iterator[EtcdServers]:
     with etcd_servers(3) as servers:
         yield servers
+
+
+def wake_ups() -> dict[str, int]:
+    """How often each thread of this process has waited so far, by its number."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        lines = (task / "status").read_text().splitlines()
+        found[task.name] = next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+    return found
 
 
 def fail_promptly(store: EtcdStore, *calls: Callable[[], object]) -> None:
@@ -207,6 +218,23 @@ def test_announce_again_after_a_lost_answer(etcd: EtcdServers, opened: Open, unt
         assert found(other, "node").value == b"second try"
     finally:
         proxy.close()
+
+
+def test_watches_on_which_nothing_happens_do_not_wake(etcd: EtcdServers, opened: Open, until: Until) -> None:
+    """Python's threads wait in the kernel; gRPC's own have timers."""
+    others = set(wake_ups())
+    store, heard = opened(etcd.endpoints), list[str]()
+    for prefix in "abcdef":
+        store.watch(prefix, heard.append)
+    store.watch("g", heard.append).close()
+    put(store, "a/1", b"")
+    until(lambda: heard == ["a/1"], SOON_S)
+    began = wake_ups()
+    time.sleep(IDLE_S)
+    woken = {task: count - began.get(task, 0) for task, count in wake_ups().items() if task not in others}
+    ours = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    assert {name for task, name in ours.items() if task in woken} >= {"etcd watches", "etcd streams"}
+    assert not {name for task, name in ours.items() if woken.get(task, 0) > IDLE_S}, woken
 
 
 def test_watches_share_one_stream(etcd: EtcdServers, opened: Open, until: Until) -> None:

@@ -48,6 +48,7 @@ from elasticd_agent.model.records import Failure, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.membership import STALLED_S
 from elasticd_agent.rendezvous.membership_client import (
+    SEEN_S,
     JobTerms,
     LeaderElection,
     NodeRegistration,
@@ -254,10 +255,10 @@ class RendezvousMember:
         if not self._register(now, check=reread and not self.leads):
             self._wait_for(self._registration.waits_for, more_nodes=False)
             return now + NAME_RETRY_S
-        self._send()
+        self._send(now)
         self._notices += self._follower.read_requests()
         reachability_at = self._check_reachability(now)
-        self._send()
+        self._send(now)
         self._probe_disconnected(now)
         lead_at = self._lead(now)
         self._network.keep_links(self._links(), self.peer_disconnected)
@@ -265,7 +266,7 @@ class RendezvousMember:
             self._take_over.answered(now, self.leads and self._planner.succession.lacks_quorum)
         self._store_answers(now)
         times = (self._registration.key.renew_at, self._reread_at, lead_at, self._election.preempt_at, reachability_at)
-        return min(at for at in times if at is not None)
+        return min(at for at in (*times, self._registration.send_at) if at is not None)
 
     def _store_answers(self, now: float) -> None:
         if self._unavailable_since is not None:
@@ -321,8 +322,8 @@ class RendezvousMember:
                 self._observations.distrust_absences(now)  # a store that lost this record may have lost others
                 self._election.key_lost()
 
-    def _send(self) -> None:
-        if self._registration.lease is not None and not self._registration.send():
+    def _send(self, now: float) -> None:
+        if self._registration.lease is not None and not self._registration.send(now):
             self._election.key_lost()
         self._outbox.send()  # a failure comes after the slots that start because of it
         lease = self._registration.lease
@@ -350,11 +351,14 @@ class RendezvousMember:
         if self._follower.is_non_member:
             self._agreement.check_again()
         self._election.round_published()
-        self._registration.update(seen_round=round.number, seen_term=round.term)
+        news = {"seen_round": round.number, "seen_term": round.term}
         if (round.run, round.number) != self._posted:  # an earlier store's Round is published again in the next one
             self._posted = round.run, round.number
-            self._registration.update(paused=0)
+            news["paused"] = 0
             self._notices.append(RoundPublished(round))
+        # A node outside the Round can join once it has seen it.
+        send_at = float("-inf") if self._follower.is_non_member else self._last_turn + SEEN_S
+        self._registration.update(send_at=send_at, **news)
 
     def _check_reachability(self, now: float) -> float | None:
         record = self._registration.record

@@ -34,6 +34,8 @@ from elasticd_agent.store.lease import LeasedKey, RenewalListener
 
 PREEMPT_AFTER_S = 0.15
 """A leader that has not answered this node's report for so long is probed."""
+SEEN_S = 0.2
+"""The time in which a member writes that it has read a Round, together with what follows from it, if that is soon."""
 MEMBERS_FIRST_S = 1.0
 """The members of a Round have a free leader key to themselves for this time."""
 
@@ -76,6 +78,7 @@ class NodeRegistration:
         self.waits_for = ""  #: why this node cannot be registered yet
         self._record = record
         self._sent: NodeRecord | None = None
+        self._send_at = float("-inf")
         self._lock = threading.Lock()
 
     @property
@@ -86,10 +89,15 @@ class NodeRegistration:
     def record(self) -> NodeRecord:
         return self._record
 
-    def update(self, **fields: Any) -> None:
-        """Set fields of the record; `send` writes them."""
+    @property
+    def send_at(self) -> float | None:
+        """When the record is to be written; None: it is in the store."""
+        return None if self._record is self._sent else self._send_at
+
+    def update(self, *, send_at: float = float("-inf"), **fields: Any) -> None:
+        """Set fields of the record; `send` writes them, from `send_at` on or with the next update."""
         with self._lock:
-            self._record = replace(self._record, **fields)
+            self._record, self._send_at = replace(self._record, **fields), send_at
 
     def turn(self, now: float) -> bool:
         """Renew the lease, or register the node if it is not registered. False: another agent has the name.
@@ -125,10 +133,10 @@ class NodeRegistration:
         self.waits_for = f"{who}; it does not answer, but has a record"
         return isinstance(answer, ProbeRefused)
 
-    def send(self) -> bool:
+    def send(self, now: float) -> bool:
         """Write the record if it has changed. False: the record or its lease is lost."""
-        record = self._record
-        if record is not self._sent and self.key.replace(record.to_json()):  # it is the same in most turns
+        record, at = self._record, self.send_at
+        if at is not None and now >= at and self.key.replace(record.to_json()):
             self._sent = record
         return self.lease is not None
 

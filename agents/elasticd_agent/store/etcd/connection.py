@@ -22,16 +22,17 @@ exception, since etcd checks it before it looks at the request.
 
 from __future__ import annotations
 
-import queue
 import random
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
+import grpc.aio
 import tenacity
 
 from elasticd.errors import StoreRefused, StoreUnavailable
@@ -40,6 +41,7 @@ from elasticd_agent.store.etcd import diagnose
 from elasticd_agent.store.etcd.errors import ClassifiedError, ErrorKind, LeaseNotFound, classify
 from elasticd_agent.store.etcd.keys import key_range
 from elasticd_agent.store.etcd.proto import rpc
+from elasticd_agent.store.etcd.stream import WatchStream
 from elasticd_agent.system.network.addresses import format_endpoint
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.4
@@ -57,7 +59,6 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     # gRPC's own: 1 s, growing to 120 s.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", int(PAUSE_MAX_S * 1000)),
     # Several stores in one process are several clients.
     ("grpc.use_local_subchannel_pool", 1),
@@ -66,6 +67,9 @@ _OPTIONS = (
     # The records of 1000 nodes exceed the default 4 MB.
     ("grpc.max_receive_message_length", -1),
 )
+# How long a connection may take. Nothing waits for a stream's, and many agents may begin theirs at once.
+_CALL_OPTIONS = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", 500))
+_STREAM_OPTIONS = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5000))
 # A member without a leader must answer so at once instead of blocking, on streams above all.
 _HAS_LEADER = ("hasleader", "true")
 
@@ -80,7 +84,7 @@ class _Member:
     channel: Any = None
     methods: Mapping[str, Any] = field(default_factory=dict)
     answered: bool = False  #: it has answered before, so a failure now is an outage and no typing mistake
-    streams: set[Any] = field(default_factory=set)
+    streams: set[WatchStream] = field(default_factory=set)
     authentication: Any = None  #: gRPC's future of the request for a token that is on its way
 
 
@@ -163,27 +167,25 @@ class EtcdConnection:
     def follow(self) -> WatchStream:
         """A stream for watches. Raises as `call`."""
         member = self._find_member(time.monotonic() + self.timeout_s)
-        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._lock:
-            watch = self._with_channel(member).methods["Watch"]
-            try:
-                stream = watch(iter(requests.get, None), metadata=self._metadata(self._token))
-            except ValueError as error:  # the channel was closed meanwhile
-                raise StoreUnavailable("the store has been closed") from error
-            member.streams.add(stream)
-        return WatchStream(stream, requests, lambda: self._discard_stream(member, stream))
+            if self.closing.is_set():
+                raise StoreUnavailable("the store has been closed")
+            stream = WatchStream(
+                partial(self._open_channel, grpc.aio, member, _STREAM_OPTIONS), self._metadata(self._token)
+            )
+            member.streams = {*(s for s in member.streams if not s.ended), stream}
+        return stream
 
     def close(self) -> None:
         """Close all channels. Calls that wait end with StoreUnavailable at once."""
         self.closing.set()
         with self._lock:
             channels = [member.channel for member in self._members if member.channel is not None]
+            streams = [stream for member in self._members for stream in member.streams]
+        for stream in streams:
+            stream.cancel()
         for channel in channels:
             channel.close()
-
-    def _discard_stream(self, member: _Member, stream: Any) -> None:
-        with self._lock:
-            member.streams.discard(stream)
 
     def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(
@@ -359,7 +361,7 @@ class EtcdConnection:
 
     def _abandon(self, member: _Member) -> None:
         """The next request looks for a member again, beginning with another one; streams go with it."""
-        streams: list[Any] = []
+        streams: list[WatchStream] = []
         with self._lock:
             if self._ready is member:
                 self._ready = None
@@ -379,12 +381,7 @@ class EtcdConnection:
         if self.closing.is_set():
             raise StoreUnavailable("the store has been closed")
         if member.channel is None:
-            channel = (
-                grpc.secure_channel(member.where, self._credentials, options=_OPTIONS)
-                if self._credentials is not None
-                else grpc.insecure_channel(member.where, options=_OPTIONS)
-            )
-            member.channel = channel
+            member.channel = channel = self._open_channel(grpc, member, _CALL_OPTIONS)
             keys, leases = rpc.KVStub(channel), rpc.LeaseStub(channel)
             member.methods = {
                 "Range": keys.Range,
@@ -400,47 +397,14 @@ class EtcdConnection:
                     request_serializer=rpc.LeaseKeepAliveRequest.SerializeToString,
                     response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
                 ),
-                "Watch": channel.stream_stream(
-                    "/etcdserverpb.Watch/Watch",
-                    request_serializer=rpc.WatchRequest.SerializeToString,
-                    response_deserializer=rpc.WatchResponse.FromString,
-                ),
             }
         return member
 
-
-@dataclass(eq=False, frozen=True, slots=True)
-class WatchStream:
-    """Watch responses, until the stream is cancelled or breaks; both end the iteration."""
-
-    _stream: Any  #: gRPC's, which takes its requests out of `_requests`
-    _requests: queue.SimpleQueue[Any]
-    _on_end: Callable[[], None]  #: may be called twice
-
-    def send(self, request: Any) -> None:
-        """Never waits, and does nothing after the end."""
-        self._requests.put(request)
-
-    def __iter__(self) -> WatchStream:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._stream)
-        except grpc.RpcError:
-            self._end()
-            raise StopIteration from None
-        except StopIteration:
-            self._end()
-            raise
-
-    def cancel(self) -> None:
-        self._stream.cancel()
-        self._end()
-
-    def _end(self) -> None:
-        self._requests.put(None)  # ends gRPC's thread that waits for requests
-        self._on_end()
+    def _open_channel(self, kind: Any, member: _Member, options: Sequence[tuple[str, int]]) -> Any:
+        """A channel of `kind`, grpc or grpc.aio."""
+        if self._credentials is not None:
+            return kind.secure_channel(member.where, self._credentials, options=options)
+        return kind.insecure_channel(member.where, options=options)
 
 
 def _classify(error: grpc.RpcError, member: _Member, key: str = "") -> ClassifiedError:

@@ -21,9 +21,10 @@ from typing import Any
 import tenacity
 
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.store.etcd.connection import PAUSE_MAX_S, PAUSE_MIN_S, EtcdConnection, WatchStream
+from elasticd_agent.store.etcd.connection import PAUSE_MAX_S, PAUSE_MIN_S, EtcdConnection
 from elasticd_agent.store.etcd.keys import key_range, to_text
 from elasticd_agent.store.etcd.proto import rpc
+from elasticd_agent.store.etcd.stream import WatchStream
 
 _SPREAD_S = 0.1
 """When an etcd restarts, all agents reconnect at once; this spreads them."""
