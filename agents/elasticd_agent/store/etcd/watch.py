@@ -2,7 +2,7 @@
 
 Each watch follows from the moment at which etcd confirms it, so no revision that may be compacted is ever needed. When
 the stream breaks, changes may be missed until a watch is confirmed again; it then names its whole prefix. One stream
-for all, because gRPC wakes every stream's reader ten times a second, and an agent has five watches.
+for all, because a stream has a connection of its own, and an agent has six watches.
 
 A watch is a hint and never a source of values: its callback names a key, and the reader reads the key. So events may be
 repeated, merged or reordered without harm, and after a broken stream one call for the whole prefix makes up for all
