@@ -24,7 +24,7 @@ from elasticd_agent.store.etcd.proto import rpc
 class WatchStream:
     """Watch responses, until the stream is cancelled or breaks; both end the iteration.
 
-    One thread iterates, any may call the rest. What begins with an underscore runs on the event loop.
+    One thread iterates, any may call the rest. `_cancel`, `_exchange` and `_send_all` run on the event loop.
     """
 
     def __init__(self, open_channel: Callable[[], Any], metadata: Sequence[tuple[str, str]]) -> None:
@@ -106,11 +106,11 @@ class _EventLoop:
 
     def enter(self) -> asyncio.AbstractEventLoop:
         with self.lock:
-            self._streams += 1
-            if self._streams == 1:
+            if not self._streams:
                 started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
                 threading.Thread(target=self._run, args=(started,), name="etcd streams", daemon=True).start()
                 self._running = started.result()
+            self._streams += 1
             return self._running[0]
 
     def leave(self) -> None:
@@ -128,8 +128,14 @@ class _EventLoop:
             started.set_result((asyncio.get_running_loop(), over))
             await over.wait()
 
-        asyncio.run(serve())
-        grpc.aio.shutdown_grpc_aio()
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+        else:
+            grpc.aio.shutdown_grpc_aio()
 
 
 _event_loop = _EventLoop()
