@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -22,17 +24,19 @@ import torch
 from elasticd.checkpointing.choice import Chooser, OpenState
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import training_state as training_state
-from elasticd.checkpointing.storage import page_cache, retention
+from elasticd.checkpointing.storage import manifest, page_cache, retention
 from elasticd.checkpointing.storage.checkpoint_files import relink
 from elasticd.checkpointing.storage.lineage import (
     Entry,
     LineageWalk,
+    find_damage,
     highest_round,
     lineage,
     names_aside,
     open_verified,
     walk,
 )
+from elasticd.checkpointing.storage.manifest import Unreadable
 from elasticd.checkpointing.storage.retention import retain, set_aside
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
@@ -150,6 +154,10 @@ def test_lineage_of_empty_or_missing_directory(tmp_path: Path) -> None:
         assert highest_round(directory) == 0
 
 
+def test_walk_of_an_empty_directory(tmp_path: Path) -> None:
+    assert walk(tmp_path) == LineageWalk([], [], {}, 0)
+
+
 def test_highest_round_counts_every_name(tmp_path: Path) -> None:
     save(tmp_path, 2, 5)
     (tmp_path / "r7-s0").mkdir()
@@ -260,6 +268,51 @@ def test_lineage_skips_damaged_checkpoint(tmp_path: Path, kind: str) -> None:
     assert why in whys(tmp_path)["r1-s20"]
 
 
+def test_manifest_that_cannot_be_read_may_be_read_later(tmp_path: Path) -> None:
+    unreadable = manifest.read(tmp_path / ("n" * 300))
+    assert unreadable == Unreadable("manifest.json cannot be read: File name too long", permanent=False)
+    assert manifest.read(tmp_path) == Unreadable("manifest.json is missing")
+
+
+def test_least_numbers_and_largest_size_of_a_manifest() -> None:
+    least = manifest.Manifest(1, 0, (0, 0), 1, 0, "sha256:0", "job", "run")
+    data = least.to_json()
+    assert manifest.parse(data.ljust(1 << 20)) == manifest.parse(data) == least
+    assert isinstance(manifest.parse(data.ljust((1 << 20) + 1)), Unreadable)
+
+
+FILES: list[tuple[Any, bool]] = [
+    ({}, True),
+    ({"a": [0, "sha256:1"], "b": [5, "xxh3_128:2"]}, True),
+    ([], False),
+    ({"a/b": [0, "sha256:1"]}, False),
+    ({"state.pt": [0, "sha256:1"]}, False),
+    ({"manifest.json": [0, "sha256:1"]}, False),
+    ({"a": {"0": 0, "1": "sha256:1"}}, False),
+    ({"a": [0, "sha256:1", 2]}, False),
+    ({"a": [0]}, False),
+    ({"a": ["0", "sha256:1"]}, False),
+    ({"a": [True, "sha256:1"]}, False),
+    ({"a": [-1, "sha256:1"]}, False),
+    ({"a": [0, "1"]}, False),
+    ({"a": [0, None]}, False),
+    ({"a": [0, "sha256:1"], "b": [-1, "sha256:1"]}, False),
+]
+
+
+@pytest.mark.parametrize(("files", "are_valid"), FILES)
+def test_files_of_a_manifest(files: Any, are_valid: bool) -> None:
+    raw = json.loads(manifest.Manifest(1, 10, None, 2, 0, "sha256:0", "job", "run").to_json())
+    del raw["seal"]
+    raw["files"] = files
+    found = manifest.parse(json.dumps({**raw, "seal": manifest.seal_of(raw)}).encode())
+    if are_valid:
+        assert isinstance(found, manifest.Manifest)
+        assert found.files == {name: tuple(state) for name, state in files.items()}
+    else:
+        assert found == Unreadable("manifest.json: files is missing or invalid")
+
+
 def test_load_verifies_while_reading(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 10)
     flip_a_bit(entry.path / "state.pt")
@@ -275,10 +328,30 @@ def test_load_verifies_while_reading(tmp_path: Path) -> None:
         checkpoints.load(entry)
 
 
+def test_read_that_o_direct_refuses_is_done_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a short read, or on a disk of larger blocks. If that fails, too, it is an error."""
+    entry, usual = save(tmp_path, 1, 10), os.preadv
+
+    def refused(fd: int, *where: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return usual(fd, *where)
+
+    monkeypatch.setattr(os, "preadv", refused)
+    assert find_damage(entry) is None
+    for error, why in ((errno.EINVAL, "[Errno 22] Invalid argument"), (errno.EIO, "state.pt cannot be read: Input/")):
+
+        def failing(*_: Any, error: int = error) -> int:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(os, "preadv", failing)
+        assert (find_damage(entry) or "").startswith(why)
+
+
 def test_checkpoint_with_sha256_is_read_and_verified(tmp_path: Path) -> None:
     """The checksum of older checkpoints; one that this interpreter cannot compute is no reason to skip a checkpoint."""
-    from elasticd.checkpointing.storage import manifest
-
     entry = save(tmp_path, 1, 10)
     raw = json.loads((entry.path / "manifest.json").read_text())
     del raw["seal"]
@@ -295,8 +368,6 @@ def test_checkpoint_with_sha256_is_read_and_verified(tmp_path: Path) -> None:
 
 
 def test_manifest_keeps_fields_of_newer_minor_version(tmp_path: Path) -> None:
-    from elasticd.checkpointing.storage import manifest
-
     entry = save(tmp_path, 1, 10)
     raw = {**json.loads((entry.path / "manifest.json").read_text()), "version": "1.9", "mood": {"calm": [1.5]}}
     del raw["seal"]
@@ -347,6 +418,38 @@ def test_relink_refuses_checkpoint_replaced_after_load(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         relink(tmp_path, entry, 2)
     assert present(tmp_path) == []
+
+
+def test_relink_that_was_done_is_not_done_again(tmp_path: Path) -> None:
+    """But what is there by then with another content is replaced."""
+    entry = save(tmp_path, 1, 10)
+    assert relink(tmp_path, entry, 1) is entry
+    relinked = relink(tmp_path, entry, 2)
+    before = (tmp_path / "r2-s10").stat().st_ino
+    assert relink(tmp_path, entry, 2) == relinked
+    assert (tmp_path / "r2-s10").stat().st_ino == before
+    save(tmp_path, 2, 10, parent=(1, 10), more=1)
+    assert usable(tmp_path) == ["r2-s10", "r1-s10"], "the parent was trained by another round"
+    assert relink(tmp_path, entry, 2).manifest == relinked.manifest
+    assert usable(tmp_path) == ["r2-s10", "r1-s10"]
+    (tmp_path / "r2-s10" / "manifest.json").write_text("damage")
+    assert relink(tmp_path, entry, 2).manifest == relinked.manifest
+
+
+def test_relink_copies_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compares what it has copied."""
+
+    def link(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    entry = save(tmp_path, 1, 10)
+    relink(tmp_path, entry, 2)
+    assert usable(tmp_path) == ["r2-s10", "r1-s10"]
+    flip_a_bit(entry.path / "state.pt")
+    with pytest.raises(OSError, match="the checkpoint changed while it was copied"):
+        relink(tmp_path, entry, 3)
+    assert present(tmp_path) == ["r1-s10", "r2-s10"]
 
 
 def test_save_of_same_step_replaces_checkpoint(tmp_path: Path) -> None:

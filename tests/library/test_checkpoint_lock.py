@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.checkpointing.storage import directory_lock
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 from elasticd.errors import DirectoryInUse
 
@@ -180,3 +183,72 @@ def test_lock_on_file_system_without_locks_warns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"True {tmp_path}: this file system has no locks (No locks available)")
     assert done.stderr.count("this file system has no locks") == 2  # logging's last resort shows warnings
+
+
+class Kernel:
+    """Grants the kinds of locks that are `free`; the answer to others is an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int, *free: int) -> None:
+        self.error, self.free = error, {fcntl.LOCK_UN, *free}
+        self.asked: list[int] = []
+        monkeypatch.setattr(fcntl, "lockf", self._lock)
+        monkeypatch.setattr(directory_lock, "_TIMEOUT_S", 0.05)
+
+    def _lock(self, _: int, kind: int) -> None:
+        self.asked.append(kind & ~fcntl.LOCK_NB)
+        if self.asked[-1] not in self.free:
+            raise OSError(self.error, os.strerror(self.error))
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_lock_that_the_file_system_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    Kernel(monkeypatch, error)
+    lock = DirectoryLock(tmp_path, "job", "run")
+    lock.acquire()
+    lock.release()
+    assert (lock.unlocked or "").startswith(f"{tmp_path}: this file system has no locks ({os.strerror(error)})")
+
+
+def test_error_at_the_lock_is_no_lack_of_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Kernel(monkeypatch, errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        DirectoryLock(tmp_path, "job", "run").acquire()
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EAGAIN])
+def test_directory_that_another_run_is_just_taking_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """Its name is not in the file yet."""
+    Kernel(monkeypatch, error)
+    with pytest.raises(DirectoryInUse, match="is held by another run; this is run 'run' of job 'job'"):
+        DirectoryLock(tmp_path, "job", "run").acquire()
+
+
+def test_lock_is_shared_with_its_own_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with acquired(tmp_path, "job", "run"):
+        pass
+    kernel = Kernel(monkeypatch, errno.EAGAIN, fcntl.LOCK_SH)
+    with acquired(tmp_path, "job", "run"):
+        assert kernel.asked == [fcntl.LOCK_EX, fcntl.LOCK_SH]
+    for job, run in (("job", "other"), ("other", "run")):
+        kernel.asked.clear()
+        with pytest.raises(DirectoryInUse, match="is held by run 'run' of job 'job'"):
+            DirectoryLock(tmp_path, job, run).acquire()
+        assert kernel.asked[-1] == fcntl.LOCK_UN
+
+
+def test_lock_that_is_free_a_moment_later_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a directory that is no copy of an object store has none to release."""
+
+    class Later(Kernel):
+        def _lock(self, fd: int, kind: int) -> None:
+            if self.asked.count(fcntl.LOCK_EX) == 2:
+                self.free |= {fcntl.LOCK_EX, fcntl.LOCK_SH}
+            super()._lock(fd, kind)
+
+    kernel = Later(monkeypatch, errno.EAGAIN)
+    monkeypatch.setattr(directory_lock, "_TIMEOUT_S", 60.0)
+    with acquired(tmp_path, "job", "run") as lock:
+        assert kernel.asked.count(fcntl.LOCK_EX) == 3
+        lock.release_store()

@@ -73,6 +73,15 @@ class Flat(torch.nn.Module):
         self.a, self.b = (torch.nn.Parameter(memory[start : start + 100]) for start in (0, gap))
 
 
+class Spectrum(torch.nn.Module):
+    """Its buffer is the conjugate of what lies in its memory, or that itself."""
+
+    def __init__(self, is_conjugate: bool) -> None:
+        super().__init__()
+        memory = torch.randn(60, dtype=torch.complex64)
+        self.register_buffer("it", memory.conj() if is_conjugate else memory)
+
+
 def net(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     layers = [torch.nn.Conv2d(3, 7, 3), torch.nn.BatchNorm2d(7), torch.nn.Flatten(), torch.nn.Linear(7, 5)]
     return torch.nn.Sequential(*layers).to(dtype)
@@ -102,6 +111,25 @@ def optimized(steps: int, make: Callable[..., Any] = torch.optim.Adam, **options
     return {"model": model, "optimizer": optimizer}
 
 
+class Restarting(torch.optim.SGD):
+    """Loads in a way of its own: with half of the momentum."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for values in self.state.values():
+            values["momentum_buffer"] = values["momentum_buffer"] / 2
+
+
+def hooked_optimizer() -> Objects:
+    def halve(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        halved = {number: {key: value / 2 for key, value in own.items()} for number, own in state["state"].items()}
+        return {**state, "state": halved}
+
+    objects = optimized(1)
+    objects["optimizer"].register_load_state_dict_pre_hook(halve)
+    return objects
+
+
 def one_of(make: Callable[[], Any]) -> Callable[[], Objects]:
     return lambda: {"it": make()}
 
@@ -119,6 +147,8 @@ CASES: dict[str, tuple[Callable[[], Objects], Callable[[], Objects], int]] = {
     ),
     "channels last, later not": (one_of(lambda: net().to(memory_format=torch.channels_last)), one_of(net), 8),
     "a part was compiled by itself": (one_of(net), one_of(lambda: torch.nn.Sequential(*map(Compiled, net()))), 9),
+    "a conjugate, later": (one_of(lambda: Spectrum(False)), one_of(lambda: Spectrum(True)), 0),
+    "complex numbers": (one_of(lambda: Spectrum(False)), one_of(lambda: Spectrum(False)), 1),
     "tied weights": (one_of(lambda: Tied(True)), one_of(lambda: Tied(True)), 3),
     "tied weights, later not": (one_of(lambda: Tied(True)), one_of(lambda: Tied(False)), 2),
     "weights, later tied": (one_of(lambda: Tied(False)), one_of(lambda: Tied(True)), 0),
@@ -134,6 +164,12 @@ CASES: dict[str, tuple[Callable[[], Objects], Callable[[], Objects], int]] = {
     "Adam with a state": (lambda: optimized(3), lambda: optimized(1), 16),
     "Adam without a state": (lambda: optimized(3), lambda: optimized(0), 16),
     "amsgrad, later": (lambda: optimized(3, amsgrad=True), lambda: optimized(2), 20),
+    "a hook that changes momentum": (lambda: optimized(3), hooked_optimizer, 4),
+    "a method that changes momentum": (
+        lambda: optimized(3, Restarting, lr=0.1, momentum=0.9),
+        lambda: optimized(1, Restarting, lr=0.1, momentum=0.9),
+        4,
+    ),
     "LBFGS": (lambda: optimized(3, torch.optim.LBFGS), lambda: optimized(1, torch.optim.LBFGS), 7),
     "an object that keeps it": (
         one_of(
@@ -252,3 +288,36 @@ def test_nothing_is_changed_where_the_checkpoint_lacks_an_object(tmp_path: Path)
         with pytest.raises(CheckpointError, match="holds nothing for other"):
             training_state.scatter(target, content, (), lambda: in_place.read(fd, content, target))
     assert equal(content_of(target), before)
+
+
+def test_what_an_optimizer_lacks_is_made_on_the_device_of_its_parameter(tmp_path: Path) -> None:
+    """The meta device stands for a GPU. A count stays where the state has it, on the host."""
+
+    def adagrad(device: str) -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.ones(700, device=device))
+        optimizer = torch.optim.Adagrad([weight])
+        weight.grad = torch.full_like(weight, 3)
+        return optimizer
+
+    trained, target = adagrad("cpu"), adagrad("meta")
+    trained.step()
+    target.state.clear()
+    entry = saved(tmp_path, {"it": trained})
+    with opened(entry) as fd:
+        content = load_mapped(fd)
+        pieces, replace = in_place.find_places(fd, content, {"it": target})
+        assert sorted(piece.device.type for piece in pieces.values()) == ["cpu", "meta"]
+        in_place.read_pieces(fd, pieces, entry.manifest.checksum)
+        replace()
+    values = content["it"]["state"][0]
+    assert (values["step"], values["step"].device.type) == (1, "cpu")
+    assert (values["sum"].shape, values["sum"].device.type) == ((700,), "meta")
+
+
+def test_parameters_without_memory_are_not_read(tmp_path: Path) -> None:
+    entry, target = (
+        saved(tmp_path, {"it": torch.nn.Linear(3, 3, bias=False)}),
+        torch.nn.Linear(3, 3, bias=False, device="meta"),
+    )
+    with opened(entry) as fd:
+        assert in_place.read(fd, load_mapped(fd), {"it": target}) == frozenset()

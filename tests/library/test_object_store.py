@@ -557,6 +557,14 @@ def test_resolve(given: str, url: str | None, tmp_path: Path) -> None:
     assert found.is_absolute() and resolve(found, str(tmp_path)) == found
 
 
+def test_url_and_package_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = resolve("az://container/a", str(tmp_path))
+    assert [object_url.shown(each) for each in (copy, tmp_path)] == ["az://container/a", str(tmp_path)]
+    assert [object_url.package_of(each) for each in (copy, tmp_path)] == ["adlfs", None]
+    monkeypatch.setitem(object_url.PACKAGES, "az", "fsspec")  # which is there
+    assert [object_url.missing_package(each) for each in (copy, tmp_path)] == [None, None]
+
+
 @pytest.mark.parametrize("given", ["s3://", "s3://bucket/../../etc"])
 def test_no_bucket(given: str) -> None:
     with pytest.raises(UsageError, match="names no bucket"):

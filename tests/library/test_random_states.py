@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Iterator
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.state import generators, training_state
 from elasticd.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -50,3 +53,80 @@ def test_seed_of_a_data_loader_is_taken_back_if_nothing_else_was_drawn(more: int
     torch.rand(more)
     training_state.take_back_seed(before)
     assert torch.equal(training_state.torch_state(), before) == is_taken_back
+
+
+class GpuGenerator:
+    """As torch's generator of a GPU: a seed, and how much was drawn."""
+
+    def __init__(self) -> None:
+        self.drawn = 4
+
+    def get_state(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(struct.pack("=QQ", 7, self.drawn)), dtype=torch.uint8)
+
+    def initial_seed(self) -> int:
+        return 7
+
+
+class Counting(GpuGenerator):
+    """Of a later torch: has its two numbers one by one, too."""
+
+    def get_offset(self) -> int:
+        return self.drawn
+
+
+class CountingOtherwise(GpuGenerator):
+    """What it calls an offset is no part of its state."""
+
+    def get_offset(self) -> int:
+        return 4 * self.drawn
+
+
+@pytest.mark.parametrize("kind", [GpuGenerator, Counting, CountingOtherwise])
+def test_generator_of_a_gpu_is_read_at_each_look(kind: type[GpuGenerator], monkeypatch: pytest.MonkeyPatch) -> None:
+    of_gpu = kind()
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, of_gpu))
+    found = generators.Generators(torch.device("cuda", 1))
+    for drawn in (4, 8):
+        of_gpu.drawn = drawn
+        numbers = found.look()
+        assert numbers[-1] == struct.pack("=QQ", 7, drawn)
+        memory = b"".join(map(bytes, found.memory))
+        assert generators.decode(memory, numbers)["cuda"].tolist() == of_gpu.get_state().tolist()
+
+
+def test_generator_of_a_gpu_with_another_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    with pytest.raises(CheckpointError, match="the state of the GPU's random generator has another size than in torch"):
+        generators.Generators(torch.device("cuda", 0))
+
+
+def test_generators_of_a_rank_without_a_gpu() -> None:
+    numpy.random.get_state()  # imported
+    found = generators.Generators()
+    numbers = found.look()
+    state = generators.decode(b"".join(map(bytes, found.memory)), numbers)
+    expected = training_state.random_state(CPU)
+    assert state.keys() == expected.keys() and numbers[-1] == b""
+    assert training_state.set_random_state(state, CPU) == []
+    words, rest = expected["numpy"][1].tolist(), expected["numpy"][2:]
+    assert (state["numpy"][1].tolist(), state["numpy"][2:]) == (words, rest)
+    random.gauss(0, 1)  # leaves the half of a pair
+    numbers = found.look()
+    state = generators.decode(b"".join(map(bytes, found.memory)), numbers)
+    assert state["python"][2] == random.getstate()[2] is not None
+    random.gauss(0, 1)
+    assert generators.decode(b"".join(map(bytes, found.memory)), found.look())["python"][2] is None
+
+
+class Later(random.Random):
+    """Of a later python, in whose memory the state is somewhere else."""
+
+    def getstate(self) -> tuple[Any, ...]:
+        return (4, *super().getstate()[1:])
+
+
+def test_generator_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "_memory", lambda _: memoryview(bytes(8)))
+    with pytest.raises(CheckpointError, match="python's random state is of version 4, not 3"):
+        generators.python_source(Later())
