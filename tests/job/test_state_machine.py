@@ -383,3 +383,14 @@ def test_larger_state_has_more_time_where_the_job_has_failed(failed: bool, size:
     for event in (TimerExpired(10.1 + wait_s), StopRequested("SIGTERM", 143, 11.0), StopForced("SIGTERM", 143, 11.0)):
         assert step(phase, event, RULES) == given_up
     assert step(phase, Flushed(7), RULES) == (Ended(3, 1), [Leave(1, "no restart left", saved_step=7)])
+
+
+def test_job_that_ends_while_a_node_leaves_has_one_end() -> None:
+    """The terminal Round is read while the last state is written: it decides the exit code, as before that."""
+    phase, _ = step(Joining(3), StopRequested("SIGTERM", 143, 9.0, "n2 is absent"), replace(RULES, leave_on_stop=True))
+    over = replace(R4, members=(), outcome="succeeded", exit_code=0, reason="all workers ended with code 0")
+    phase, actions = step(phase, RoundPublished(over), RULES)
+    assert actions == []
+    assert step(phase, RoundPublished(R4), RULES) == (phase, []), "another Round is for those that stay"
+    ended = Ended(4, 0), [Leave(0, "all workers ended with code 0", 7)]
+    assert step(phase, Flushed(7), RULES) == ended

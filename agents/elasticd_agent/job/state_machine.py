@@ -328,6 +328,9 @@ def _flushing(phase: Flushing, event: Event) -> Transition:
             wait_s = LAST_WRITE_S + size * LAST_WRITE_S_PER_BYTE if phase.failed else LAST_WRITE_OF_STOP_S
             until = at + wait_s
             return replace(phase, until=until), [SetTimer(until)] if until != phase.until else []
+        case RoundPublished(r) if r.number > phase.round and r.terminal:
+            assert r.exit_code is not None
+            return replace(phase, round=r.number, exit_code=r.exit_code, why=r.reason), []
         case Flushed(step):
             return Ended(phase.round, phase.exit_code), [Leave(phase.exit_code, phase.why, step)]
         case TimerExpired(at) if at < phase.until:
