@@ -42,6 +42,8 @@ OF_PROCESSES = ("daemon/api", "daemon/cli", "daemon/dashboard", "daemon/runners"
 LONGEST_TEST_S = 5.0
 """Of one that counts as a unit test."""
 GOAL = 0.95
+ENDLESS_S = 120
+"""Of all tests of a mutant: one that loops for ever is ended, and so noticed."""
 FAILED = 70
 """The exit status of a fork that raises an error."""
 INVERSE = {
@@ -289,6 +291,7 @@ def _reaching(mutant: Mutant, recorded: Recorded) -> list[int]:
 
 
 def _survives(mutant: Mutant, items: Sequence[pytest.Item]) -> bool:
+    signal.alarm(ENDLESS_S)
     codes = mutant.codes()
     for function in gc.get_objects():  # among them torch's proxies, which isinstance wakes
         if type(function) is FunctionType and function.__code__.co_filename == str(mutant.file):
