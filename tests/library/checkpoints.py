@@ -14,6 +14,19 @@ from elasticd.checkpointing.storage.lineage import Entry, SkippedCheckpoint, fin
 from elasticd.checkpointing.storage.manifest import STATE, Manifest
 
 
+class Kept:
+    """An object to attach that keeps what it loads."""
+
+    def __init__(self, **kept: Any) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
 def save(
     directory: Path,
     *,

@@ -19,21 +19,9 @@ from elasticd.checkpointing.state.layout import load_mapped
 from elasticd.checkpointing.storage.lineage import Entry, open_verified
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from tests.library import checkpoints
+from tests.library.checkpoints import Kept
 
 Objects = dict[str, Any]
-
-
-class Kept:
-    """Keeps what it loads."""
-
-    def __init__(self, **kept: Any) -> None:
-        self.kept = kept
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.kept
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = state
 
 
 class Doubling(torch.nn.Linear):

@@ -19,21 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticd.checkpointing.state import training_state
 from elasticd.errors import CheckpointError, UsageError
+from tests.library.checkpoints import Kept
 
 CPU = torch.device("cpu")
-
-
-class Kept:
-    """Keeps what it loads."""
-
-    def __init__(self, **kept: Any) -> None:
-        self.kept = kept
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.kept
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = state
 
 
 class OfAllRanks(Kept):

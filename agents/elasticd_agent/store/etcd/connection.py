@@ -67,7 +67,7 @@ _OPTIONS = (
     # The records of 1000 nodes exceed the default 4 MB.
     ("grpc.max_receive_message_length", -1),
 )
-# How long a connection may take. Nothing waits for a stream's, and many agents may begin theirs at once.
+# The time for making a connection. No request waits for a stream's, and many agents may begin theirs at once.
 _CALL_OPTIONS = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", 500))
 _STREAM_OPTIONS = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5000))
 # A member without a leader must answer so at once instead of blocking, on streams above all.
