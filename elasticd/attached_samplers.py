@@ -33,12 +33,12 @@ class AttachedSamplers:
     def all(self) -> list[ElasticBatchSampler]:
         return [obj for obj in self._attached.values() if isinstance(obj, ElasticBatchSampler)]
 
-    def is_at_end(self) -> bool:
+    def is_loop_at_end(self) -> bool:
         """The loop over the batches has come to the end of an epoch. A second sampler has epochs of its own."""
         return any(loop.is_at_end for loop in ([self._loop] if self._loop is not None else self.all()))
 
-    def restored(self) -> None:
-        """They are where a checkpoint was."""
+    def on_restore(self) -> None:
+        """The cursors are where a checkpoint was."""
         self._continued = [sampler for sampler in self.all() if sampler.offset]
         if self._continued:
             self._random_state = training_state.random_state(self._device)

@@ -13,12 +13,12 @@ JsonObject = dict[str, Any]
 """A JSON object as Python decodes it."""
 
 
-def loads(text: bytes | bytearray | str, most: int = MAX_VALUES, **hooks: Any) -> Any:
-    """`json.loads` of a text with at most `most` of JSON's marks. Raises ValueError, RecursionError."""
+def loads(text: bytes | bytearray | str, max_values: int = MAX_VALUES, **hooks: Any) -> Any:
+    """`json.loads` of a text with at most `max_values` of JSON's marks. Raises ValueError, RecursionError."""
     if isinstance(text, str):
         found = sum(text.count(mark) for mark in _MARKS)
     else:
         found = sum(text.count(mark) for mark in _MARKS.encode())
-    if found > most:  # those inside a text count, too: no honest text has so many
-        raise ValueError(f"more than {most} values")
+    if found > max_values:  # those inside a text count, too: no honest text has so many
+        raise ValueError(f"more than {max_values} values")
     return json.loads(text, **hooks)

@@ -311,7 +311,7 @@ class Session:
         self._channel.call = "restore()"
         issued = self._issued()
         self._saver.open(directory, "restore")
-        with self._channel.one_of_many("restore"):
+        with self._channel.numbered_call("restore"):
             self._has_called_restore = True
             resumed = restore.restore(self._attached, self._optional, step, self._saver, self._holder)
         self._issued_by_session += self._issued() - issued
@@ -322,7 +322,7 @@ class Session:
             self._restored_at = training_state.random_state(self._group.device)
             self._steps = resumed.step
             self._decisions.reset(resumed.step)
-            self._samplers.restored()
+            self._samplers.on_restore()
         return resumed
 
     def checkpoint(
@@ -418,7 +418,7 @@ class Session:
         is_changed = self._between_steps is not None and self._between_steps.is_changed()
         if is_changed and self._should_stop:
             return {"how": "after a stop"}
-        is_past = is_changed and self._samplers.is_at_end()
+        is_past = is_changed and self._samplers.is_loop_at_end()
         return {"how": "in the next epoch" if is_past else "now"}
 
     def step(self) -> None:
@@ -453,7 +453,7 @@ class Session:
         self._was_optimized, self._optimized = self._optimized, False
         if self._saver.due_by_steps(self._steps):
             self._is_put_off, self._due = True, str(self._context.every)
-        decision = self._decisions.at(self._steps, self._is_put_off)
+        decision = self._decisions.decide_at(self._steps, self._is_put_off)
         action: Action = decision.action if decision else "continue"
         saved = holds = action == "pause" and decision is not None and decision.reason == _HELD_PAUSE
         if holds and self._donor is not None:
@@ -466,7 +466,7 @@ class Session:
             self._due = ""
         if self._between_steps is not None:
             self._between_steps.commit(
-                self._steps, is_saved=action != "continue" and not holds, ends_epoch=self._samplers.is_at_end()
+                self._steps, is_saved=action != "continue" and not holds, ends_epoch=self._samplers.is_loop_at_end()
             )
         if action == "pause":
             action = self._pause(saved)
@@ -607,7 +607,7 @@ class Session:
             return ""
         if self._attached and not self._has_directory():
             return in_place.NOTHING_TO_RESTORE
-        if self._stepped or self._calls or self._barriers.has_met:
+        if self._stepped or self._calls or self._barriers.has_been_called:
             return "the script calls step(), save() or barrier() of the session before run()"
         collectives = self._modules.collectives if self._is_ahead else self._issued() - self._issued_by_session
         return (
@@ -781,7 +781,7 @@ class Session:
         """The status of this rank that the others may read; called by the publisher's thread."""
         name, phase = self._barriers.waiting_at, self._heartbeat.current_phase
         shown = "pause" if phase == Phase.BARRIER else phase.name.lower()
-        awaited, issued = self._channel.awaited, self._issued()
+        wait, issued = self._channel.current_wait, self._issued()
         return RankStatus(
             self._steps,
             shown if name is None else "barrier",
@@ -789,10 +789,10 @@ class Session:
             issued=issued,
             issued_in_step=issued - self._issued_at_step if issued >= self._issued_at_step >= 0 else -1,
             collective=self._main_thread.collective() if is_only_group() else "",
-            wait=awaited.number if awaited else 0,
-            call=awaited.call if awaited else "",
-            key=awaited.key if awaited else "",
-            ranks=awaited.ranks if awaited else (),
+            wait=wait.number if wait else 0,
+            call=wait.call if wait else "",
+            key=wait.key if wait else "",
+            ranks=wait.ranks if wait else (),
         )
 
     def _status_before_call(self) -> RankStatus:
@@ -880,7 +880,9 @@ class Session:
     def _wanted(self) -> tuple[Action, str]:
         if why := self._stop_reason():
             return "stop", why
-        if self._pauses.take_request(self._steps, able=self._context.directory is not None and bool(self._attached)):
+        if self._pauses.take_request(
+            self._steps, can_pause=self._context.directory is not None and bool(self._attached)
+        ):
             return "pause", _HELD_PAUSE if self._can_hold() else "the agent requested a pause"
         if why := self._due or self._saver.due_by_time():
             return "save", why

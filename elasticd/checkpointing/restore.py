@@ -328,7 +328,9 @@ class Restore:
 
         agreed = context.agree(f"draws/{attempt}", "whether its random state is known", word, decide)
         if rank in agreed["sent"]:
-            self._moved = training_state.from_bytes(context.channel.read(f"{key}/{rank}", "its random state"))
+            self._moved = training_state.from_bytes(
+                context.channel.read_from_rank0(f"{key}/{rank}", "its random state")
+            )
             context.channel.delete(f"{key}/{rank}")
         if agreed["why"] and local_rank == 0:
             step_files.refuse([(choice.manifest.round, choice.number)])

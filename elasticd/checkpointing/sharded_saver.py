@@ -268,7 +268,7 @@ class ShardedSaver:
         if context.writer is None or not self._keeps_copies(context.writer):
             return None
         node = (who.node - 1) % who.nodes
-        server = json.loads(context.channel.read(f"shards/{node}", f"where the part of node {node} is read"))
+        server = json.loads(context.channel.read_from_rank0(f"shards/{node}", f"where the part of node {node} is read"))
         if server is None:
             return None
         return {"server": server, "node": node, "events": str(context.events.path or ""), "rank": context.group.rank}

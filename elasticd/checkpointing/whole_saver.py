@@ -102,7 +102,9 @@ class WholeSaver:
             why = f"more than {MOST_SENT_BYTES >> 20} MB of it are not equal on all ranks"
             self._report_no_copy(writer, why, draft.step)
         elif writer.share == 0:
-            sent = context.channel.read(f"own/{context.saves}", f"rank 0's part of the state of step {draft.step}")
+            sent = context.channel.read_from_rank0(
+                f"own/{context.saves}", f"rank 0's part of the state of step {draft.step}"
+            )
             if sent == _NOT_SAVED:
                 return None
             described, _, packed = sent.partition(b"\n")

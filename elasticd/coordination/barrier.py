@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from elasticd.bounded_json import JsonObject
-from elasticd.coordination.missed_call import MissedCalls
+from elasticd.coordination.missed_call import MissedCallDetector
 from elasticd.coordination.rank_status import StatusPublisher, StatusReader
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import BarrierTimeout, MissedCall, UsageError
@@ -34,21 +34,21 @@ from elasticd.heartbeat.record import HeartbeatWriter, Phase
 # The first rank to come reads the status of the others this long after it came, then after as long again, and then at
 # least this often: two reads bound the age of a status.
 _FIRST_READ_S = 1.0
-_BETWEEN_READS_S = 15.0
+_LONGEST_READ_INTERVAL_S = 15.0
 # Statuses are published once a period: the read before the last one is a period and this before it, which shows who is
 # mute.
-_SLACK_S = 0.3
+_PERIOD_SLACK_S = 0.3
 # After its deadline a rank leaves the outcome to the first to come for this long, before it decides itself (the higher
 # the rank the later: one is enough) ...
-_FALLBACK_S = 0.5
-_SPREAD_S = 0.4
+_FALLBACK_AFTER_S = 0.5
+_FALLBACK_SPREAD_S = 0.4
 # ... and after so many waits the caller leaves without one, 1.7 s later: the store has not answered. The waits are
 # counted, so that the other thread gets no blame on a machine that gives this process no turn.
 _GRACE_WAITS = 34
 _GRACE_WAIT_S = 0.05
-_LONGEST_WAIT_S = 86_400.0
+_LONGEST_STORE_WAIT_S = 86_400.0
 # Any name is valid, but a sentence shows at most this much of it.
-_SHOWN_CHARACTERS = 80
+_SHOWN_NAME_CHARACTERS = 80
 
 
 class Barriers:
@@ -82,7 +82,9 @@ class Barriers:
         before, call = self._heartbeat.current_phase, self._channel.call
         self._channel.call = f"barrier({name!r})"
         try:
-            self._wait(name, seconds, own_timeout_s=0.0 if timeout is None else seconds)
+            self._number += 1
+            with self._channel.waiting(f"barrier/{self._number}/outcome", any_step=True) as missed:
+                self._meet(name, seconds, 0.0 if timeout is None else seconds, missed)
         finally:
             self.waiting_at = None
             self._channel.call = call
@@ -90,7 +92,7 @@ class Barriers:
             self._one_at_a_time.release()
 
     @property
-    def has_met(self) -> bool:
+    def has_been_called(self) -> bool:
         """This rank has come to a barrier."""
         return self._number > 0
 
@@ -98,28 +100,23 @@ class Barriers:
         """Refuse further barriers. The session closes the publisher's thread after this."""
         self._closed = True
 
-    def _wait(self, name: str, seconds: float, own_timeout_s: float) -> None:
-        self._number += 1
-        with self._channel.waiting(f"barrier/{self._number}/outcome", any_step=True) as missed:
-            self._meet(name, seconds, own_timeout_s, missed)
-
-    def _meet(self, name: str, seconds: float, own_timeout_s: float, missed: MissedCalls) -> None:
+    def _meet(self, name: str, seconds: float, script_timeout_s: float, missed: MissedCallDetector) -> None:
         barrier = _Barrier(self._channel, self._publisher, self._number, name, seconds, missed)
         thread = threading.Thread(target=self._attend, args=(barrier,), name="elasticd-barrier", daemon=True)
         try:
-            self._heartbeat.set_phase(Phase.BARRIER, name, own_timeout_s)
+            self._heartbeat.set_phase(Phase.BARRIER, name, script_timeout_s)
             self.waiting_at = name
             thread.start()
             barrier.over.wait(min(seconds, threading.TIMEOUT_MAX))
-            barrier.linger()
+            barrier.wait_briefly_until_over()
         except BaseException as error:
             # A signal handler raised. The others must not wait for a rank that has left.
             barrier.leave(f"{type(error).__name__} was raised in it")
-            barrier.linger()
+            barrier.wait_briefly_until_over()
             raise
         finally:
             self._publisher.set_task(None)
-        barrier.result()
+        barrier.raise_unless_released()
 
     def _attend(self, barrier: _Barrier) -> None:
         self._channel.in_use = True
@@ -146,7 +143,7 @@ class _Barrier:
         number: int,
         name: str,
         seconds: float,
-        missed: MissedCalls,
+        missed: MissedCallDetector,
     ) -> None:
         self._missed = missed
         self._publisher = publisher
@@ -155,17 +152,17 @@ class _Barrier:
         self._name = name
         self._seconds = seconds
         self._key = f"{self._channel.prefix}barrier/{number}/"
-        shown = name if len(name) <= _SHOWN_CHARACTERS else name[: _SHOWN_CHARACTERS - 3] + "..."
+        shown = name if len(name) <= _SHOWN_NAME_CHARACTERS else name[: _SHOWN_NAME_CHARACTERS - 3] + "..."
         self._what = f"barrier {shown!r}"
         self._began = time.monotonic()
         self._came = False
         self._left = ""  # why this rank does not wait any more
         self._statuses = StatusReader(self._channel.prefix)
         # Before the deadline by as much as shows which ranks still publish, where there is that much time.
-        margin_s = publisher.period_s + _SLACK_S
+        margin_s = publisher.period_s + _PERIOD_SLACK_S
         self._last_read_s = seconds - margin_s if seconds > margin_s else seconds / 2
         self._outcome: JsonObject | None = None
-        self.due = self._began + min(_FIRST_READ_S, self._last_read_s)
+        self.due_at = self._began + min(_FIRST_READ_S, self._last_read_s)
         self.over = threading.Event()
         self.error: Exception | None = None
 
@@ -181,8 +178,8 @@ class _Barrier:
         self._came = True
         if first["name"] != self._name:
             why = (
-                f"{self._what} on rank {self._channel.rank} is barrier {first['name'][:_SHOWN_CHARACTERS]!r} on rank "
-                f"{first['rank']}: all ranks must call the same barriers in the same order (this is number "
+                f"{self._what} on rank {self._channel.rank} is barrier {first['name'][:_SHOWN_NAME_CHARACTERS]!r} on "
+                f"rank {first['rank']}: all ranks must call the same barriers in the same order (this is number "
                 f"{self._number} of each)"
             )
             self._decide(store, {"usage": why})
@@ -190,11 +187,11 @@ class _Barrier:
         # A rank that has left is not counted, else the last to come would release the others into work without it.
         last = not self._left and store.add(self._key + "count", 1) == self._channel.world_size
         if self._left:
-            self._decide(store, self._left_outcome())
+            self._decide(store, self._outcome_of_leaving())
         elif last:
             self._decide(store, {"released": True})
             if self._number > 1:
-                self._publisher.submit(self._delete_last)
+                self._publisher.submit(self._delete_previous_keys)
         else:
             # The rank that came first times out first, unless this rank has a shorter timeout.
             if first["rank"] == self._channel.rank or self._seconds < first["seconds"]:
@@ -202,13 +199,18 @@ class _Barrier:
             self._await_outcome(store)
 
     def _await_outcome(self, store: Any) -> None:
-        until = self._began + self._seconds + _FALLBACK_S + _SPREAD_S * self._channel.rank / self._channel.world_size
+        until = (
+            self._began
+            + self._seconds
+            + _FALLBACK_AFTER_S
+            + _FALLBACK_SPREAD_S * self._channel.rank / self._channel.world_size
+        )
         while self._outcome is None:
             left = until - time.monotonic()
             if left <= 0:
-                self._time_out(store, at_once=True)
+                self._time_out(store, even_if_all_came=True)
                 return
-            start, piece = time.monotonic(), min(left, _LONGEST_WAIT_S)
+            start, piece = time.monotonic(), min(left, _LONGEST_STORE_WAIT_S)
             try:
                 store.wait([self._key + "outcome"], timedelta(seconds=max(piece, 0.001)))
             except DistStoreError:
@@ -221,49 +223,49 @@ class _Barrier:
         """Read the status of missing ranks, in the publisher's thread; at the deadline, end the barrier."""
         waited_s = time.monotonic() - self._began
         if waited_s >= self._seconds:
-            self.due = math.inf
+            self.due_at = math.inf
             self._time_out(store)
             return
         missing = self._missing(store)
-        self._channel.waits_for(missing)
+        self._channel.report_missing_ranks(missing)
         self._statuses.read(store, missing)
         error = self._missed.find(store, missing, self._statuses, lambda rank: self._has_come(store, rank))
         if isinstance(error, MissedCall):
-            self.due = math.inf
+            self.due_at = math.inf
             self._decide(store, {"missed": str(error)})
             return
-        next_s = waited_s + min(max(waited_s, _FIRST_READ_S), _BETWEEN_READS_S)
-        self.due = self._began + (min(next_s, self._last_read_s) if waited_s < self._last_read_s else self._seconds)
+        next_s = waited_s + min(max(waited_s, _FIRST_READ_S), _LONGEST_READ_INTERVAL_S)
+        self.due_at = self._began + (min(next_s, self._last_read_s) if waited_s < self._last_read_s else self._seconds)
 
     def leave(self, why: str) -> None:
         """This rank does not wait any more, and the others need not."""
         self._left = why
 
         def publish(store: Any) -> None:
-            self._decide(store, self._left_outcome())
+            self._decide(store, self._outcome_of_leaving())
             self.over.set()
 
         self._publisher.submit(publish, now=True)
 
-    def _left_outcome(self) -> JsonObject:
+    def _outcome_of_leaving(self) -> JsonObject:
         why = f"{self._what}: rank {self._channel.rank} has left it: {self._left}"
         return {"why": why, "missing": [self._channel.rank], "by": self._channel.rank}
 
-    def linger(self) -> None:
-        """Give the threads the time they need to learn the outcome, but no more."""
+    def wait_briefly_until_over(self) -> None:
+        """Give the threads the time that they need to learn the outcome, but no more."""
         for _ in range(_GRACE_WAITS):
             if self.over.wait(_GRACE_WAIT_S):
                 return
 
-    def result(self) -> None:
-        """Return if the barrier was released, else raise its outcome."""
+    def raise_unless_released(self) -> None:
+        """Raise the barrier's outcome unless all ranks have come."""
         waited_s = time.monotonic() - self._began
         if self.error is not None:
             raise self.error
         outcome = self._outcome
         if outcome is None:
             self._left = "the store answered too late"
-            raise BarrierTimeout(self._no_answer(waited_s), name=self._name, missing=(), waited_s=waited_s)
+            raise BarrierTimeout(self._no_answer_message(waited_s), name=self._name, missing=(), waited_s=waited_s)
         for kind, error in (("usage", UsageError), ("missed", MissedCall)):
             if kind in outcome:
                 raise error(outcome[kind])
@@ -280,10 +282,10 @@ class _Barrier:
         key = f"{self._channel.prefix}came/{rank}"
         return bool(store.check([key])) and int(store.get(key)) >= self._number
 
-    def _time_out(self, store: Any, at_once: bool = False) -> None:
+    def _time_out(self, store: Any, even_if_all_came: bool = False) -> None:
         """End the barrier with the names of those who are missing, unless the last one has just come."""
         missing = self._missing(store)
-        if not missing and not at_once:
+        if not missing and not even_if_all_came:
             return  # the last one has just come, and is about to release all
         self._statuses.read(store, missing)
         count = f"{len(missing)} of {self._channel.world_size} ranks {'is' if len(missing) == 1 else 'are'} missing"
@@ -296,7 +298,7 @@ class _Barrier:
         """Fix the outcome, unless another rank has; either way it is known afterwards."""
         self._outcome = json.loads(store.compare_set(self._key + "outcome", "", json.dumps(outcome)))
 
-    def _delete_last(self, store: Any) -> None:
+    def _delete_previous_keys(self, store: Any) -> None:
         """Delete the keys of the barrier before this one: every rank has come to this one, so none
         reads them any more.
         """
@@ -304,7 +306,7 @@ class _Barrier:
             with contextlib.suppress(RuntimeError):
                 store.delete_key(f"{self._channel.prefix}barrier/{self._number - 1}/{key}")
 
-    def _no_answer(self, waited_s: float) -> str:
+    def _no_answer_message(self, waited_s: float) -> str:
         """Return the sentence for a store that has not answered, with the process that serves it."""
         since = f"for {waited_s - self._seconds:.1f} s" if self._came else f"since this rank came {waited_s:.1f} s ago"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

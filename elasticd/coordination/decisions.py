@@ -21,13 +21,13 @@ Action = Literal["continue", "save", "stop", "pause"]
 
 COST_SHARE = 0.001
 """Share of the training time that decisions may cost: the price of stopping and saving at one step on every rank."""
-LONGEST_S = 10.0
+LONGEST_INTERVAL_S = 10.0
 """A stop should be noticed soon even where the store is slow; where both limits conflict, the cost gives way."""
-LOOK_S = 0.25
+PAUSE_LOOK_INTERVAL_S = 0.25
 """Between two looks for the end of a pause, on each rank."""
-MAX_STORED = 1024
+MAX_STORED_DECISIONS = 1024
 """Rank 0 may be this many decisions ahead of a rank that is in no collective with it before that rank misses one."""
-_MAX_STEPS = 100_000
+_MAX_INTERVAL_STEPS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Decision:
 def next_interval(interval: int, step_s: float, cost_s: float) -> int:
     """Steps to the next decision point, so that decisions cost at most COST_SHARE; at most twice the last interval."""
     # Only doubling: if slow first steps are followed by slow ones again, a stop must not wait for very many of them.
-    target_s = min(cost_s / COST_SHARE, LONGEST_S)
-    steps = int(target_s / step_s) if step_s > 0 else _MAX_STEPS
-    return max(1, min(steps, 2 * interval, _MAX_STEPS))
+    target_s = min(cost_s / COST_SHARE, LONGEST_INTERVAL_S)
+    steps = int(target_s / step_s) if step_s > 0 else _MAX_INTERVAL_STEPS
+    return max(1, min(steps, 2 * interval, _MAX_INTERVAL_STEPS))
 
 
 class DecisionPoints:
@@ -57,7 +57,7 @@ class DecisionPoints:
         self,
         channel: StoreChannel,
         propose: Callable[[], tuple[Action | Literal["wait"], str]],
-        max_stored: int = MAX_STORED,
+        max_stored: int = MAX_STORED_DECISIONS,
     ) -> None:
         self._channel = channel
         self._propose = propose
@@ -73,7 +73,7 @@ class DecisionPoints:
         self._last_step = step
         self._last_at = time.monotonic()
 
-    def at(self, step: int, is_due: bool = False) -> Decision | None:
+    def decide_at(self, step: int, is_due: bool = False) -> Decision | None:
         """The decision for this step, if it is a decision point; `is_due`: it is one, as every rank knows.
 
         Raises DecisionTimeout when rank 0's does not arrive.
@@ -108,7 +108,7 @@ class DecisionPoints:
         else:
             deadline = time.monotonic() + longest_s
             while not self._channel.exists(key) and time.monotonic() < deadline:
-                rest(LOOK_S)
+                rest(PAUSE_LOOK_INTERVAL_S)
             decision = self._read(key, step, self._channel.timeout_s)
         # The duration of a pause is not the duration of a step.
         self._last_step = step
@@ -116,7 +116,7 @@ class DecisionPoints:
         return decision
 
     def _read(self, key: str, step: int, timeout_s: float) -> Decision:
-        data = self._channel.read(key, f"the decision at step {step}", timeout_s=timeout_s)
+        data = self._channel.read_from_rank0(key, f"the decision at step {step}", timeout_s=timeout_s)
         try:
             return Decision(**json.loads(data))
         except (ValueError, TypeError) as error:
@@ -131,12 +131,12 @@ class DecisionPoints:
         self._last_step = step
         self._last_at = now
         decision = Decision(step, step + (1 if proposed == "wait" else self._interval), action, reason)
-        cost = self._publish(decision) if self._channel.world_size > 1 else time.monotonic() - now
+        cost = self._publish_timed(decision) if self._channel.world_size > 1 else time.monotonic() - now
         # One hiccup of the machine must not move the next decision far away.
         self._cost_s = cost if not self._cost_s else self._cost_s + 0.2 * (min(cost, 4 * self._cost_s) - self._cost_s)
         return decision
 
-    def _publish(self, decision: Decision) -> float:
+    def _publish_timed(self, decision: Decision) -> float:
         """Write it; returns what the decision costs a rank, in seconds."""
         start = time.perf_counter()
         key = f"decision/{decision.step}"

@@ -15,12 +15,12 @@ from typing import Any
 from elasticd.coordination.rank_status import MAX_RANKS_LISTED, RankStatus, StatusReader
 from elasticd.errors import DecisionTimeout, ElasticdError, MissedCall
 
-BLOCKED_S = 2.0
+LEAST_BLOCKED_S = 2.0
 """A status must show the same collective for this long: it is published once a second, and collectives end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class SessionWait:
     """A session call in which this rank waits for others."""
 
     number: int  #: each wait of this rank has a number of its own
@@ -29,12 +29,12 @@ class Awaited:
     ranks: tuple[int, ...] = ()
     """The first ranks that it waits for; empty: for all that have not come, which it does not know."""
 
-    def of(self, missing: Iterable[int]) -> Awaited:
+    def for_ranks(self, missing: Iterable[int]) -> SessionWait:
         """The same wait, for these ranks."""
         return replace(self, ranks=tuple(missing)[:MAX_RANKS_LISTED])
 
 
-class MissedCalls:
+class MissedCallDetector:
     """Looks for proof among the ranks for which `rank` waits in `call`. `mine` is its own status.
 
     `any_step`: ranks may make this call at different steps.
@@ -57,11 +57,11 @@ class MissedCalls:
         """The error to raise; None while the missing ranks may still come. `has_come` reads the store again."""
         mine = self._mine()
         for rank in missing:
-            number, status = statuses.last(rank)
+            number, status = statuses.last_with_number(rank)
             if status is None:
                 continue
-            why = _ended(status) or self._waits_for_this_rank(store, rank, number, status)
-            why = why or self._in_collective(status, mine) or self._stepping(rank, status, mine)
+            why = _proof_of_exit(status) or self._proof_of_wait(store, rank, number, status)
+            why = why or self._proof_of_collective(status, mine) or self._proof_of_further_step(rank, status, mine)
             if not why or has_come(rank):
                 continue
             if status.failed:
@@ -73,7 +73,7 @@ class MissedCalls:
             )
         return None
 
-    def _waits_for_this_rank(self, store: Any, rank: int, number: int, status: RankStatus) -> str:
+    def _proof_of_wait(self, store: Any, rank: int, number: int, status: RankStatus) -> str:
         """Exact only if the key is missing between two statuses of one wait: a status may be older than the key."""
         for_this = status.wait and (not status.ranks or self._rank in status.ranks)
         if not for_this or store.check([self._prefix + status.key.replace("*", str(self._rank))]):
@@ -86,8 +86,8 @@ class MissedCalls:
             return f"waits in {status.call} at step {status.step} for this rank"
         return ""
 
-    def _in_collective(self, status: RankStatus, mine: RankStatus) -> str:
-        if not status.collective or status.duration_s < BLOCKED_S or status.step != mine.step:
+    def _proof_of_collective(self, status: RankStatus, mine: RankStatus) -> str:
+        if not status.collective or status.duration_s < LEAST_BLOCKED_S or status.step != mine.step:
             return ""
         # Counted from the same step, as sends and receives are counted too and differ between ranks.
         if mine.issued_in_step < 0 or status.issued_in_step <= mine.issued_in_step:
@@ -95,7 +95,7 @@ class MissedCalls:
         where, duration = status.collective, f"{status.duration_s:.0f} s"
         return f"has waited in {where} for {duration}; rank {self._rank} has not reached that"
 
-    def _stepping(self, rank: int, status: RankStatus, mine: RankStatus) -> str:
+    def _proof_of_further_step(self, rank: int, status: RankStatus, mine: RankStatus) -> str:
         if self._any_step:
             return ""
         first = self._first.setdefault(rank, status)
@@ -103,7 +103,7 @@ class MissedCalls:
         return f"is at step {status.step}" if status.step > mine.step and further else ""
 
 
-def _ended(status: RankStatus) -> str:
+def _proof_of_exit(status: RankStatus) -> str:
     if status.phase != "exit":
         return ""
     return "ended by an exception" if status.failed else "has closed its session, or has ended"

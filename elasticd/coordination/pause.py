@@ -19,7 +19,7 @@ from elasticd.errors import UsageError
 from elasticd.heartbeat.record import ALL_STAY, PAUSE, REQUEST_KIND, HeartbeatWriter
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
-TIMEOUT_S = 30.0
+DEFAULT_TIMEOUT_S = 30.0
 """The default of the agent's policy; a script without an agent never gets a request."""
 POLL_S = 0.02
 """A poll is a read of memory: fifty a second cost nothing, and 20 ms more at the end of a pause do not matter."""
@@ -27,7 +27,7 @@ POLL_S = 0.02
 
 def timeout_from_environment(environment: Mapping[str, str] = os.environ) -> float:
     """The longest pause in seconds, ELASTICD_HOLD_TIMEOUT_S. Raises UsageError unless it is a number of seconds."""
-    text = environment.get("ELASTICD_HOLD_TIMEOUT_S") or str(TIMEOUT_S)
+    text = environment.get("ELASTICD_HOLD_TIMEOUT_S") or str(DEFAULT_TIMEOUT_S)
     try:
         seconds = float(text)
     except ValueError:
@@ -44,56 +44,56 @@ class PauseController:
     heartbeat: HeartbeatWriter
     events: WorkerEventWriter
     timeout_s: float
-    _announced: bool = False
-    _open: int = 0
-    _answered: int = 0
+    _ability_announced: bool = False
+    _open_request: int = 0
+    _answered_request: int = 0
 
-    def take_request(self, step: int, able: bool) -> bool:
-        """True if the ranks should pause at this step. `able`: objects are attached and there is a directory."""
-        if able and not self._announced:
-            self._announced = True
+    def take_request(self, step: int, can_pause: bool) -> bool:
+        """True if the ranks should pause at this step. `can_pause`: objects are attached and there is a directory."""
+        if can_pause and not self._ability_announced:
+            self._ability_announced = True
             self.events.write("can_pause", "can pause at the end of a step, right after a checkpoint", step)
         request = self.heartbeat.request
         if request & REQUEST_KIND != PAUSE:
-            self._answered = 0
+            self._answered_request = 0
             return False
-        if request == self._answered:
+        if request == self._answered_request:
             return False
-        self._open = request
-        if not able:
+        self._open_request = request
+        if not can_pause:
             self._refuse(step, "nothing is attached, or the script uses no checkpoint directory")
-        return able
+        return can_pause
 
     @property
     def all_stay(self) -> bool:
         """No node leaves in the pause that is requested."""
-        return bool(self._open & ALL_STAY)
+        return bool(self._open_request & ALL_STAY)
 
-    def wait(self, step: int, saved: bool, stop: Callable[[], str]) -> tuple[Action, str]:
+    def wait(self, step: int, saved: bool, stop_reason: Callable[[], str]) -> tuple[Action, str]:
         """Wait until the pause is over; what all ranks do next, and why. `stop`: why they should stop, or ""."""
         if not saved:
             return "continue", self._refuse(step, "its checkpoint could not be saved")
         self.events.write("paused", f"paused at step {step} for the next round, up to {self.timeout_s:g} s", step)
         start = time.monotonic()
-        action, why = self._until_over(start + self.timeout_s, stop)
+        action, why = self._wait_until_over(start + self.timeout_s, stop_reason)
         reason = f"the pause at step {step} is over: {why}"
         self.events.write("pause_ended", reason, step, seconds=time.monotonic() - start)
         return action, reason
 
-    def _until_over(self, deadline: float, stop: Callable[[], str]) -> tuple[Action, str]:
+    def _wait_until_over(self, deadline: float, stop_reason: Callable[[], str]) -> tuple[Action, str]:
         while True:
-            if why := stop():
+            if why := stop_reason():
                 return "stop", why
-            if self.heartbeat.request != self._open:
+            if self.heartbeat.request != self._open_request:
                 return "continue", "the agent withdrew its request"
             left = deadline - time.monotonic()
             if left <= 0:
-                self._answered = self._open
+                self._answered_request = self._open_request
                 return "continue", f"no new round started within {self.timeout_s:g} s"
             time.sleep(min(POLL_S, left))
 
     def _refuse(self, step: int, why: str) -> str:
-        self._answered = self._open
+        self._answered_request = self._open_request
         reason = f"no pause at step {step}: {why}"
         self.events.write("cannot_pause", reason, step)
         return reason

@@ -28,9 +28,9 @@ from elasticd.heartbeat.collectives import base_store
 PERIOD_S = 1.0
 # With more ranks the period grows: a status takes 10 µs of the store's time (benchmarks/barrier.py), all of them then
 # half a hundredth of a core.
-_STATUSES_PER_SECOND = 500
+_MAX_STATUSES_PER_SECOND = 500
 # A file store keeps every value ever written; there the period is longer.
-_FILE_PERIOD_S = 60.0
+_FILE_STORE_PERIOD_S = 60.0
 _CLOSE_TIMEOUT_S = 1.0
 MAX_RANKS_LISTED = 16
 """Nobody reads a list of hundreds of ranks; it also bounds what a read costs."""
@@ -49,7 +49,7 @@ class RankStatus:
     collective: str = ""
     """The collective of all ranks in which its main thread waits; "" where the process has a group besides."""
     wait: int = 0
-    """The number of the session call's wait for other ranks, 0 for none; `call`, `key` and `ranks` are its Awaited."""
+    """The number of the session call's wait for other ranks, 0 for none; `call`, `key`, `ranks`: see SessionWait."""
     call: str = ""
     key: str = ""
     ranks: tuple[int, ...] = ()
@@ -62,13 +62,13 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class _Received:
+class _ReceivedStatus:
     """A rank's newest status and when it was published, as far as the reader can know."""
 
     number: int
     status: RankStatus
-    before: float
-    after: float | None  #: the time of an earlier read that did not find it; None: there was none
+    published_before: float
+    published_after: float | None  #: the time of an earlier read that did not find it; None: there was none
 
 
 class StatusReader:
@@ -77,19 +77,21 @@ class StatusReader:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._read_at: dict[int, float] = {}
-        self._received: dict[int, _Received] = {}
+        self._received: dict[int, _ReceivedStatus] = {}
 
     def read(self, store: Any, ranks: Iterable[int]) -> None:
         """Read the status of these ranks, or of the first few of them. Raises what the store does."""
         for rank in list(ranks)[:MAX_RANKS_LISTED]:
-            content = _read(store, f"{self._prefix}status/{rank}")
+            content = _read_status(store, f"{self._prefix}status/{rank}")
             now = time.monotonic()
             known = self._received.get(rank)
             if content is not None and (known is None or known.number != content[0]):
-                self._received[rank] = _Received(*content, before=now, after=self._read_at.get(rank))
+                self._received[rank] = _ReceivedStatus(
+                    *content, published_before=now, published_after=self._read_at.get(rank)
+                )
             self._read_at[rank] = now
 
-    def last(self, rank: int) -> tuple[int, RankStatus | None]:
+    def last_with_number(self, rank: int) -> tuple[int, RankStatus | None]:
         """The rank's last status, and its number; 0 and None before the first."""
         received = self._received.get(rank)
         return (0, None) if received is None else (received.number, received.status)
@@ -104,13 +106,13 @@ class StatusReader:
         if received is None:
             return "no status since the round began" if rank in self._read_at else "status not read"
         now = time.monotonic()
-        least = now - received.before
-        if received.after is None:
+        least = now - received.published_before
+        if received.published_after is None:
             age = f"reported more than {least:.1f} s ago" if least >= 0.1 else "reported at an unknown time"
         elif least < 0.1:
-            age = f"reported in the last {now - received.after:.1f} s"
+            age = f"reported in the last {now - received.published_after:.1f} s"
         else:
-            age = f"reported {least:.1f} to {now - received.after:.1f} s ago"
+            age = f"reported {least:.1f} to {now - received.published_after:.1f} s ago"
         return f"{received.status}, {age}"
 
     def describe_all(self, ranks: Iterable[int]) -> str:
@@ -120,7 +122,7 @@ class StatusReader:
         return ", ".join(f"rank {rank} ({self.describe(rank)})" for rank in every[:MAX_RANKS_LISTED]) + more
 
 
-def _read(store: Any, key: str) -> tuple[int, RankStatus] | None:
+def _read_status(store: Any, key: str) -> tuple[int, RankStatus] | None:
     """The status there, without waiting for one; None if it is absent or cannot be decoded."""
     if not store.check([key]):
         return None
@@ -145,7 +147,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
 class PeriodicTask(Protocol):
     """Something that the publisher's thread does from time to time while this rank waits."""
 
-    due: float
+    due_at: float
 
     def turn(self, store: Any) -> None:
         """It is due; sets when it is due again."""
@@ -159,7 +161,7 @@ class StatusPublisher:
     def __init__(
         self, connect: Callable[[], Any], prefix: str, rank: int, world_size: int, status: Callable[[], RankStatus]
     ) -> None:
-        self.period_s = max(PERIOD_S, world_size / _STATUSES_PER_SECOND)
+        self.period_s = max(PERIOD_S, world_size / _MAX_STATUSES_PER_SECOND)
         self._connect = connect
         self._status = status
         self._key = f"{prefix}status/{rank}"
@@ -193,7 +195,7 @@ class StatusPublisher:
         with self._changed:
             self._task = task
             # As a rule the thread's regular turn comes first, so a barrier that is soon over costs the thread nothing.
-            if task is not None and task.due < self._wakes_at:
+            if task is not None and task.due_at < self._wakes_at:
                 self._wake()
 
     def submit(self, call: Callable[[Any], None], *, now: bool = False) -> None:
@@ -245,7 +247,7 @@ class StatusPublisher:
                 self._changed.wait_for(lambda: self._connection is not None or self._closed)
             store = self._store if self._connection is None else self._connection
             if not is_tcp(store):
-                self.period_s = max(self.period_s, _FILE_PERIOD_S)
+                self.period_s = max(self.period_s, _FILE_STORE_PERIOD_S)
             publish_at = time.monotonic() + self.period_s
             while not self._abandoned:
                 if time.monotonic() >= publish_at:
@@ -259,10 +261,10 @@ class StatusPublisher:
                 if closed:
                     self._publish(store, RankStatus(self._status().step, "exit", failed=self._failed))
                     return
-                if task is not None and time.monotonic() >= task.due:
+                if task is not None and time.monotonic() >= task.due_at:
                     task.turn(store)
                 with self._changed:
-                    self._wakes_at = min(publish_at, self._task.due if self._task is not None else publish_at)
+                    self._wakes_at = min(publish_at, self._task.due_at if self._task is not None else publish_at)
                     if not self._awake:
                         self._changed.wait(max(0.0, self._wakes_at - time.monotonic()))
                     self._awake = False

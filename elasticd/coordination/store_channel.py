@@ -22,7 +22,7 @@ from torch.distributed import DistStoreError
 
 from elasticd import errors
 from elasticd.bounded_json import JsonObject
-from elasticd.coordination.missed_call import Awaited, MissedCalls
+from elasticd.coordination.missed_call import MissedCallDetector, SessionWait
 from elasticd.coordination.rank_status import RankStatus, StatusReader, new_connection
 from elasticd.errors import DecisionTimeout, ElasticdError
 from elasticd.heartbeat.collectives import default_group, timeout_ms
@@ -30,13 +30,13 @@ from elasticd.heartbeat.record import HeartbeatWriter, NullHeartbeat
 
 # The longest wait inside torch: after it a signal handler gets its turn. torch prints two lines for each wait that
 # times out, so after the first one the key is polled, in pauses that add at most this share of the wait.
-LEAST_DEFAULT_S = 600.0
-_WAIT_S = 1.0
-_PAUSE_SHARE = 0.02
-_LONGEST_PAUSE_S = 0.25
-_STATUS_EVERY_S = 1.0
+LEAST_DEFAULT_TIMEOUT_S = 600.0
+_LONGEST_TORCH_WAIT_S = 1.0
+_POLL_INTERVAL_SHARE = 0.02
+_LONGEST_POLL_INTERVAL_S = 0.25
+_STATUS_READ_INTERVAL_S = 1.0
 _LEAVE_TIMEOUT_S = 5.0
-_ERRORS = {
+_ERRORS_BY_NAME = {
     name: found for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, ElasticdError)
 }
 
@@ -64,7 +64,7 @@ class StoreChannel:
         self.store = store
         self.call = "the same session call"
         self.status: Callable[[], RankStatus] = lambda: RankStatus(0, "starting")
-        self.awaited: Awaited | None = None
+        self.current_wait: SessionWait | None = None
         self._heartbeat = heartbeat or NullHeartbeat()
         self._waits = 0
         self._calls: dict[str, int] = {}
@@ -78,7 +78,7 @@ class StoreChannel:
         return new_connection(self.store)
 
     @contextlib.contextmanager
-    def one_of_many(self, call: str) -> Iterator[None]:
+    def numbered_call(self, call: str) -> Iterator[None]:
         """Number a session call that the script may repeat: no message of an earlier one is read."""
         self._calls[call] = number = self._calls.get(call, 0) + 1
         self._below = f"{call}/{number}/"
@@ -87,16 +87,16 @@ class StoreChannel:
         finally:
             self._below = ""
 
-    def _full(self, key: str) -> str:
+    def _full_key(self, key: str) -> str:
         return self.prefix + self._below + key
 
     def put(self, key: str, value: bytes) -> None:
-        self.store.set(self._full(key), value)
+        self.store.set(self._full_key(key), value)
 
-    def read(self, key: str, what: str, timeout_s: float | None = None) -> bytes:
+    def read_from_rank0(self, key: str, what: str, timeout_s: float | None = None) -> bytes:
         """Wait for rank 0's message and read it; the error calls it `what`. `timeout_s` overrides the channel's."""
         self._wait({key: 0}, key, what, timeout_s)
-        value: bytes = self.store.get(self._full(key))
+        value: bytes = self.store.get(self._full_key(key))
         return value
 
     def read_all(self, key: str, what: str) -> list[bytes]:
@@ -105,29 +105,29 @@ class StoreChannel:
             return []
         keys = {f"{key}/{rank}": rank for rank in range(self.world_size)}
         self._wait(keys, f"{key}/*", what)
-        return list(self.store.multi_get([self._full(each) for each in keys]))
+        return list(self.store.multi_get([self._full_key(each) for each in keys]))
 
     def delete(self, key: str) -> None:
-        self.store.delete_key(self._full(key))
+        self.store.delete_key(self._full_key(key))
 
     def exists(self, key: str) -> bool:
-        return bool(self.store.check([self._full(key)]))
+        return bool(self.store.check([self._full_key(key)]))
 
     def on_rank0(self, key: str, what: str, act: Callable[[], JsonObject]) -> JsonObject:
         """Rank 0 calls `act`; every rank returns its result (JSON) or raises its error, as ElasticdError if it is not
         ours.
         """
         if self.rank != 0:
-            result: JsonObject = json.loads(self.read(key, what))
+            result: JsonObject = json.loads(self.read_from_rank0(key, what))
             if "error" in result:
                 self.leave(f"{key}/received")
-                raise _ERRORS.get(result["error"], ElasticdError)(f"on rank 0: {result['message']}")
+                raise _ERRORS_BY_NAME.get(result["error"], ElasticdError)(f"on rank 0: {result['message']}")
             return result
         try:
             answer = act()
         except Exception as error:
             kind = type(error).__name__
-            message = str(error) if kind in _ERRORS else f"{kind}: {error}"
+            message = str(error) if kind in _ERRORS_BY_NAME else f"{kind}: {error}"
             self._publish(key, {"error": kind, "message": message})
             self.leave(f"{key}/received")  # rank 0 may serve the store itself, and is about to leave
             raise
@@ -147,7 +147,7 @@ class StoreChannel:
         if not keys:
             return [mine]
         self._wait(keys, f"{key}/*", what)
-        values = [mine, *(self.store.get(self._full(other)) for other in keys)]
+        values = [mine, *(self.store.get(self._full_key(other)) for other in keys)]
         for other in keys:
             self.delete(other)
         return values
@@ -163,29 +163,31 @@ class StoreChannel:
         self.timeout_s = usual_s
 
     @contextlib.contextmanager
-    def waiting(self, key: str, any_step: bool = False) -> Iterator[MissedCalls]:
-        """Meanwhile this rank's status says for what it waits; see Awaited and MissedCalls for the arguments."""
+    def waiting(self, key: str, any_step: bool = False) -> Iterator[MissedCallDetector]:
+        """Meanwhile this rank's status says for what it waits; the arguments are those of SessionWait and
+        MissedCallDetector.
+        """
         self._waits += 1
-        self.awaited = Awaited(self._waits, self.call, key)
+        self.current_wait = SessionWait(self._waits, self.call, key)
         try:
-            yield MissedCalls(self.call, self.rank, self.prefix, lambda: self.status(), any_step)
+            yield MissedCallDetector(self.call, self.rank, self.prefix, lambda: self.status(), any_step)
         finally:
-            self.awaited = None
+            self.current_wait = None
             self._heartbeat.set_wait()
 
-    def waits_for(self, missing: list[int]) -> None:
+    def report_missing_ranks(self, missing: list[int]) -> None:
         """Put the ranks for which it waits into the status and the heartbeat."""
-        awaited = self.awaited
-        if awaited is not None and missing:
-            self.awaited = awaited.of(missing)
-            self._heartbeat.set_wait(awaited.call, missing[0], len(missing))
+        wait = self.current_wait
+        if wait is not None and missing:
+            self.current_wait = wait.for_ranks(missing)
+            self._heartbeat.set_wait(wait.call, missing[0], len(missing))
 
     def _wait(self, writers: dict[str, int], pattern: str, what: str, timeout_s: float | None = None) -> None:
         """Wait for these keys; the value is the rank that writes the key, and `pattern` the key of any of them."""
-        full = [self._full(key) for key in writers]
+        full = [self._full_key(key) for key in writers]
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
-        piece = max(min(_WAIT_S, timeout_s), 0.001)
+        piece = max(min(_LONGEST_TORCH_WAIT_S, timeout_s), 0.001)
         try:
             self.store.wait(full, timedelta(seconds=piece))
             return
@@ -195,8 +197,10 @@ class StoreChannel:
         with self.waiting(self._below + pattern) as missed:
             self._poll(writers, what, start, timeout_s, missed)
 
-    def _poll(self, writers: dict[str, int], what: str, start: float, timeout_s: float, missed: MissedCalls) -> None:
-        full = [self._full(key) for key in writers]
+    def _poll(
+        self, writers: dict[str, int], what: str, start: float, timeout_s: float, missed: MissedCallDetector
+    ) -> None:
+        full = [self._full_key(key) for key in writers]
         key_of = {rank: key for key, rank in writers.items()}
         statuses = StatusReader(self.prefix)
         read_at = start
@@ -205,15 +209,15 @@ class StoreChannel:
             over = waited >= timeout_s
             if over or time.monotonic() >= read_at:
                 missing = [rank for key, rank in writers.items() if not self.exists(key)]
-                self.waits_for(missing)
+                self.report_missing_ranks(missing)
                 statuses.read(self.store, missing)
-                read_at = time.monotonic() + _STATUS_EVERY_S
+                read_at = time.monotonic() + _STATUS_READ_INTERVAL_S
                 error = missed.find(self.store, missing, statuses, lambda rank: self.exists(key_of[rank]))
                 if error is not None:
                     raise error
                 if over and missing:
                     raise DecisionTimeout(self._timeout_message(missing, statuses, what, timeout_s))
-            time.sleep(min(_PAUSE_SHARE * waited, _LONGEST_PAUSE_S, max(timeout_s - waited, 0.0)))
+            time.sleep(min(_POLL_INTERVAL_SHARE * waited, _LONGEST_POLL_INTERVAL_S, max(timeout_s - waited, 0.0)))
 
     def _timeout_message(self, missing: list[int], statuses: StatusReader, what: str, timeout_s: float) -> str:
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
@@ -230,7 +234,7 @@ def default_timeout_s() -> float:
 
     A shorter wait would end jobs that torch lets wait, such as for the evaluation of one rank.
     """
-    return max(timeout_ms(default_group()) / 1000, LEAST_DEFAULT_S)
+    return max(timeout_ms(default_group()) / 1000, LEAST_DEFAULT_TIMEOUT_S)
 
 
 def open_channel(

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.coordination.decisions import COST_SHARE, LONGEST_S, Action, Decision, DecisionPoints, next_interval
+from elasticd.coordination.decisions import (
+    COST_SHARE,
+    LONGEST_INTERVAL_S,
+    Action,
+    Decision,
+    DecisionPoints,
+    next_interval,
+)
 from elasticd.coordination.store_channel import StoreChannel, default_timeout_s
 from elasticd.errors import DecisionTimeout, DirectoryInUse, ElasticdError, WireError
 
@@ -52,7 +59,7 @@ def test_interval_limits_cost_and_only_doubles(interval: int, step_s: float, cos
     found = next_interval(interval, step_s, cost_s)
     assert 1 <= found <= 2 * interval
     # Never further than the cost asks for, nor than a stop may wait.
-    assert found == 1 or found * step_s <= min(cost_s / COST_SHARE, LONGEST_S) * 1.000001
+    assert found == 1 or found * step_s <= min(cost_s / COST_SHARE, LONGEST_INTERVAL_S) * 1.000001
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.coordination.missed_call import MissedCalls
+from elasticd.coordination.missed_call import MissedCallDetector
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher, StatusReader
 from elasticd.errors import DecisionTimeout, MissedCall
 
@@ -91,7 +91,7 @@ def test_rank_that_ends_before_it_has_a_connection_says_so() -> None:
     statuses = StatusReader("p/")
     statuses.read(store, [1])
     answered.set()
-    assert statuses.last(1) == (2, RankStatus(10, "exit"))
+    assert statuses.last_with_number(1) == (2, RankStatus(10, "exit"))
     assert calls == [store]
 
 
@@ -142,7 +142,7 @@ class Published:
 )
 def test_only_proof_accuses_a_rank(statuses: list[RankStatus], proof: str) -> None:
     published: Any = Published(list(statuses), keys=("p/random/1/0",))
-    missed = MissedCalls("save()", 0, "p/", lambda: MINE)
+    missed = MissedCallDetector("save()", 0, "p/", lambda: MINE)
     found = [missed.find(published, [1], published, lambda rank: False) for _ in statuses]
     assert found[:-1] == [None] * len(found[:-1])
     error = found[-1] if found else None
@@ -152,10 +152,12 @@ def test_only_proof_accuses_a_rank(statuses: list[RankStatus], proof: str) -> No
 
 def test_rank_that_comes_meanwhile_is_not_accused() -> None:
     published: Any = Published([RankStatus(40, "exit")])
-    assert MissedCalls("save()", 0, "p/", lambda: MINE).find(published, [1], published, lambda rank: True) is None
+    assert (
+        MissedCallDetector("save()", 0, "p/", lambda: MINE).find(published, [1], published, lambda rank: True) is None
+    )
 
 
 def test_steps_prove_nothing_about_a_barrier() -> None:
     published: Any = Published([RankStatus(45, "step"), RankStatus(46, "step", issued=101)])
-    missed = MissedCalls("barrier('x')", 0, "p/", lambda: MINE, any_step=True)
+    missed = MissedCallDetector("barrier('x')", 0, "p/", lambda: MINE, any_step=True)
     assert [missed.find(published, [1], published, lambda rank: False) for _ in range(2)] == [None, None]

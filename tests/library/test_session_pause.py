@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticd.coordination.decisions import Action, DecisionPoints
-from elasticd.coordination.pause import TIMEOUT_S, PauseController, timeout_from_environment
+from elasticd.coordination.pause import DEFAULT_TIMEOUT_S, PauseController, timeout_from_environment
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import DecisionTimeout, UsageError
 from elasticd.heartbeat import record as heartbeat
@@ -162,36 +162,36 @@ def not_stopped() -> str:
 
 def test_request_has_one_answer_until_it_changes(tmp_path: Path) -> None:
     agent = Agent(tmp_path, timeout_s=0)
-    assert not agent.pauses.take_request(1, able=False)
+    assert not agent.pauses.take_request(1, can_pause=False)
     assert agent.kinds() == []
     agent.request(PAUSE)
-    assert not agent.pauses.take_request(2, able=False)
-    assert not agent.pauses.take_request(3, able=False)
+    assert not agent.pauses.take_request(2, can_pause=False)
+    assert not agent.pauses.take_request(3, can_pause=False)
     assert agent.kinds() == ["cannot_pause"]
     agent.request(PAUSE | 1 << 8)
-    assert agent.pauses.take_request(4, able=True)
+    assert agent.pauses.take_request(4, can_pause=True)
     assert agent.pauses.wait(4, saved=True, stop=not_stopped)[0] == "continue"
-    assert not agent.pauses.take_request(5, able=True)
+    assert not agent.pauses.take_request(5, can_pause=True)
     assert agent.kinds() == ["can_pause", "paused", "pause_ended"]
     agent.request(0)
-    assert not agent.pauses.take_request(6, able=True)
+    assert not agent.pauses.take_request(6, can_pause=True)
     agent.request(PAUSE | 1 << 8)
-    assert agent.pauses.take_request(7, able=True)
+    assert agent.pauses.take_request(7, can_pause=True)
     assert agent.pauses.wait(7, saved=False, stop=not_stopped)[0] == "continue"
-    assert not agent.pauses.take_request(8, able=True)
+    assert not agent.pauses.take_request(8, can_pause=True)
     assert agent.kinds() == ["cannot_pause"]
 
 
 def test_withdrawn_pause_may_be_requested_again(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.request(PAUSE)
-    assert agent.pauses.take_request(1, able=True)
+    assert agent.pauses.take_request(1, can_pause=True)
     agent.request(0)
     assert agent.pauses.wait(1, saved=True, stop=not_stopped) == (
         *("continue", "the pause at step 1 is over: the agent withdrew its request"),
     )
     agent.request(PAUSE)
-    assert agent.pauses.take_request(2, able=True)
+    assert agent.pauses.take_request(2, can_pause=True)
 
 
 def test_wait_for_end_of_pause_has_longer_deadline() -> None:
@@ -220,7 +220,7 @@ def test_wait_for_end_of_pause_has_longer_deadline() -> None:
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
 def test_invalid_pause_timeout_raises_usage_error(text: str) -> None:
-    assert timeout_from_environment({}) == TIMEOUT_S
+    assert timeout_from_environment({}) == DEFAULT_TIMEOUT_S
     assert timeout_from_environment({"ELASTICD_HOLD_TIMEOUT_S": "2.5"}) == 2.5
     with pytest.raises(UsageError, match="ELASTICD_HOLD_TIMEOUT_S"):
         timeout_from_environment({"ELASTICD_HOLD_TIMEOUT_S": text})

@@ -186,7 +186,7 @@ class Writer:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            channel.allow_large(connection)
+            channel.allow_large_messages(connection)
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, rank: socket.socket) -> None:

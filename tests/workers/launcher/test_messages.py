@@ -68,7 +68,7 @@ def test_message_that_is_too_large_is_not_sent_in_part() -> None:
     ours, theirs = channel.pair()
     with ours, theirs:
         with pytest.raises(OSError) as raised:  # noqa: PT011 its number is what counts
-            channel.send(ours, {"env": "x" * channel.PACKET})
+            channel.send(ours, {"env": "x" * channel.MAX_PACKET_BYTES})
         assert raised.value.errno == errno.EMSGSIZE
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):

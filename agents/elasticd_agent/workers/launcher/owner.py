@@ -248,7 +248,7 @@ class Owner:
             self.flushed_again = True
             self.write_states(request)
         else:
-            self.report(channel.record(messages.Flushed, answer or {}))
+            self.report(channel.to_named_tuple(messages.Flushed, answer or {}))
 
     # --- the template -------------------------------------------------------------------------------------------
 
@@ -722,7 +722,7 @@ def main() -> None:
     prctl(PR_SET_NAME, b"elasticd-owner")
     take_signals(IGNORED_SIGNALS, ignore_signal)  # only the agent's end of file ends this process
     agent = socket.socket(fileno=fd)
-    channel.allow_large(agent)
+    channel.allow_large_messages(agent)
     for ours in (fd, *map(int, sys.argv[4:])):
         os.set_inheritable(ours, False)
     Owner(agent, runtime_dir).run()

@@ -112,7 +112,7 @@ class Template:
         self.library = library
         self.control = socket.socket(fileno=config["fd"])
         self.channel = library["elasticd.channel"]
-        self.channel.allow_large(self.control)
+        self.channel.allow_large_messages(self.control)
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.comm = ctypes.create_string_buffer(16)
         self.libc.prctl(PR_GET_NAME, self.comm, 0, 0, 0)
