@@ -20,7 +20,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import Notice, PauseRequested, RoundPublished
 from elasticd_agent.model.records import Failure, NodeRecord
-from elasticd_agent.rendezvous.member import DriverFailed, MemberThread, RendezvousMember
+from elasticd_agent.rendezvous.member import MemberThread, MemberThreadFailed, RendezvousMember
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import TcpPeerNetwork
 from elasticd_agent.rendezvous.probe import ProbeServer
@@ -68,7 +68,7 @@ class SimulatedAgent:
     def log(self, sentence: str) -> None:
         report(kind="log", node=self.name, sentence=sentence)
 
-    def on_notice(self, notice: Notice | DriverFailed) -> None:
+    def on_notice(self, notice: Notice | MemberThreadFailed) -> None:
         match notice:
             case RoundPublished(round):
                 if round.member(self.name) is not None:
@@ -80,7 +80,7 @@ class SimulatedAgent:
                 )
             case PauseRequested(number, on=True):
                 self._member.update_node_record(paused=number)
-            case DriverFailed(error):
+            case MemberThreadFailed(error):
                 report(kind="broken", node=self.name, error=repr(error))
 
     def die(self) -> None:

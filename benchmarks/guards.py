@@ -190,13 +190,13 @@ def _overwrites(replace_: Replace) -> None:
 
 
 def _registers_first(replace_: Replace) -> None:
-    read_round = RendezvousMember._read_round
+    follow_round = RendezvousMember._follow_round
 
     def register_first(member: RendezvousMember) -> None:
         member._registration.turn(member._last_turn)
-        read_round(member)
+        follow_round(member)
 
-    replace_(RendezvousMember, "_read_round", register_first)
+    replace_(RendezvousMember, "_follow_round", register_first)
 
 
 def _trains_on_without_a_place(replace_: Replace) -> None:

@@ -20,7 +20,7 @@ from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.messages import Notice, RoundPublished, StoreAvailability
 from elasticd_agent.model.records import Failure, NodeRecord, Round
 from elasticd_agent.rendezvous import membership_client
-from elasticd_agent.rendezvous.member import MAX_REST_S, RendezvousMember
+from elasticd_agent.rendezvous.member import MAX_LEADER_REST_S, RendezvousMember
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import PeerNetwork
 from elasticd_agent.rendezvous.probe import Address, ProbeAlive, ProbeAnswer, ProbeRefused
@@ -103,7 +103,7 @@ class Agent(PeerNetwork):
             self,
             lambda sentence: None,
         )
-        self.member.on_change(self._hint)
+        self.member.set_wake(self._hint)
         self.task = self._clock.start(self._run)
         self.store.task = self.task
 
@@ -138,7 +138,7 @@ class Agent(PeerNetwork):
                     self._clock.at(until, lambda token=turns: self._wake(token))  # type: ignore[misc]
                 self.task.suspend()
             if self.member.leads:
-                self.task.sleep(min(took_s, MAX_REST_S))
+                self.task.sleep(min(took_s, MAX_LEADER_REST_S))
 
     def _on_notice(self, notice: Notice) -> None:
         if isinstance(notice, StoreAvailability):

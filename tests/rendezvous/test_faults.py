@@ -9,7 +9,7 @@ import pytest
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
-from elasticd_agent.rendezvous.faults import Fault, FaultLog, find_faults
+from elasticd_agent.rendezvous.faults import Fault, FaultTracker, find_faults
 from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S
 from elasticd_agent.rendezvous.view import PresentNode, Requirements, View
 
@@ -74,13 +74,13 @@ def test_find_faults(view: View, found: list[Fault]) -> None:
 
 def test_fault_log_reports_each_fault_once() -> None:
     """A later failure of the round is a consequence of the first; a node that is lost as well is a fault of its own."""
-    log = FaultLog(POLICY)
-    assert log.observe(running(CRASH), NOW) == [(3, Fault("crash", "b"))]
+    log = FaultTracker(POLICY)
+    assert log.take_new(running(CRASH), NOW) == [(3, Fault("crash", "b"))]
     for view in (running(CRASH), running(failed("a", "crash", (0, 0)), CRASH)):
-        assert log.observe(view, NOW) == []
+        assert log.take_new(view, NOW) == []
     lost = running(probe_results=(("b", "refused"), ("c", "refused")))
-    assert log.observe(lost, NOW) == [(3, Fault("node_lost", "c"))]
+    assert log.take_new(lost, NOW) == [(3, Fault("node_lost", "c"))]
     later = running(replace(CRASH, round=4))
     assert later.current is not None
     next_round = replace(later, current=replace(later.current, number=4))
-    assert log.observe(next_round, NOW) == [(4, Fault("crash", "b"))]
+    assert log.take_new(next_round, NOW) == [(4, Fault("crash", "b"))]

@@ -10,8 +10,8 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, Round
 from elasticd_agent.rendezvous.membership import (
     EXCLUSION_EXPIRES_S,
-    RETURN_S,
-    STALLED_S,
+    REREGISTRATION_S,
+    STALL_GRACE_S,
     START_LIMIT_S,
     cooloff_left_s,
     exclusions,
@@ -82,7 +82,7 @@ def test_done_node_cannot_be_lost() -> None:
 
 def test_missing_lease_counts_once_workers_stall() -> None:
     view = replace(without("b"), absent_since=(("b", NOW),))
-    due = NOW + 1 + STALLED_S
+    due = NOW + 1 + STALL_GRACE_S
     assert losses(view, ROUND, POLICY, NOW).until == due
     assert lost(view, due) == {"b": "b is lost: its lease has expired"}
     trains = replace(view, next_step_due=NOW + 900)
@@ -116,8 +116,8 @@ def test_failed_round_answer_without_lease_is_waited_for() -> None:
     view = replace(without("b"), failures=(VICTIM,), absent_since=(("b", NOW - 9),), probe_results=(("b", "answered"),))
     back = replace(view, store_up_since=NOW)
     found = losses(back, ROUND, POLICY, NOW)
-    assert (found.nodes, found.returning, found.until) == ({}, ("b",), NOW + RETURN_S)
-    assert lost(back, NOW + RETURN_S) == {"b": "b is lost: its lease has expired"}
+    assert (found.nodes, found.returning, found.until) == ({}, ("b",), NOW + REREGISTRATION_S)
+    assert lost(back, NOW + REREGISTRATION_S) == {"b": "b is lost: its lease has expired"}
     assert "b" in lost(view), "it has had its time"
 
 
@@ -146,7 +146,7 @@ def test_slow_death_is_no_loss() -> None:
 
 
 def test_silent_member_is_lost_only_while_stalled() -> None:
-    stuck = replace(VIEW, next_step_due=NOW - STALLED_S, silent_since=(("b", NOW),))
+    stuck = replace(VIEW, next_step_due=NOW - STALL_GRACE_S, silent_since=(("b", NOW),))
     due = NOW + POLICY.lease_s
     assert losses(stuck, ROUND, POLICY, NOW).until == due
     assert lost(stuck, due) == {"b": "b is unreachable and no worker has made a step since"}

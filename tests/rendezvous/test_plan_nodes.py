@@ -10,7 +10,7 @@ import pytest
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
-from elasticd_agent.rendezvous.membership import RETURN_S
+from elasticd_agent.rendezvous.membership import REREGISTRATION_S
 from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S, plan
 from elasticd_agent.rendezvous.view import Pause, PresentNode, Requirements, View, Wait
 
@@ -170,8 +170,8 @@ def test_first_round_waits_for_a_running_one_and_is_numbered_above() -> None:
     runs, stranger = present("a", joined_at=NOW, highest_round=1), present("x", joined_at=NOW, seen_round=0)
     view = replace(VIEW, current=None, nodes=(runs, stranger), requirements=Requirements(1, 1, 2, 2))
     why = "waiting for a to restore a round that is missing from the store"
-    assert plan(view, POLICY, NOW) == Wait(why, NOW + RETURN_S)
-    assert decided(view, NOW + RETURN_S).number == 4
+    assert plan(view, POLICY, NOW) == Wait(why, NOW + REREGISTRATION_S)
+    assert decided(view, NOW + REREGISTRATION_S).number == 4
 
 
 def test_round_is_numbered_above_what_its_nodes_have_on_disk() -> None:
@@ -225,7 +225,7 @@ def test_lost_node_explains_secondary_failures() -> None:
 
 
 def test_failed_round_waits_for_a_returning_member() -> None:
-    """A member that has only lost the store registers again within RETURN_S."""
+    """A member that has only lost the store registers again within REREGISTRATION_S."""
     view = replace(
         VIEW,
         nodes=VIEW.nodes[:2],
@@ -233,8 +233,8 @@ def test_failed_round_waits_for_a_returning_member() -> None:
         absent_since=(("c", NOW),),
         probe_results=(("c", "answered"),),
     )
-    assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for c to register again", NOW + RETURN_S)
-    assert nodes(decided(view, NOW + RETURN_S)) == "ab"
+    assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for c to register again", NOW + REREGISTRATION_S)
+    assert nodes(decided(view, NOW + REREGISTRATION_S)) == "ab"
 
 
 def test_wait_for_too_few_nodes_is_bounded() -> None:
@@ -251,7 +251,7 @@ def test_wait_for_too_few_nodes_is_bounded() -> None:
     assert waits.until == NOW + 60
     assert decided(never, NOW + 60, Policy(join_timeout_s=60)).outcome == "failed"
     waits = plan(replace(never, store_up_since=NOW + 59), Policy(join_timeout_s=60), NOW + 60)
-    assert waits.until == NOW + 59 + RETURN_S, "nodes that the outage has sent away are on their way"
+    assert waits.until == NOW + 59 + REREGISTRATION_S, "nodes that the outage has sent away are on their way"
 
 
 def test_a_turn_takes_time_in_proportion_to_the_nodes() -> None:

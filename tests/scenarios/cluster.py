@@ -187,7 +187,7 @@ class Cluster:
         rules = StepRules(name, 0.5, 30.0, incarnation=incarnation, multi_node=True, leave_on_stop=True)
         slots = Slots(name, record.slots, self.asked.min_workers)
         node = Node(label, name, incarnation, rules, member, store, away, slots, due=self.now)
-        member.on_change(lambda: self._hinted(node))
+        member.set_wake(lambda: self._hinted(node))
         evidence = FakeEvidence(node, self._at, lambda: self._clock(node))
         node.suspicion = HangDetector(
             name, self.policy, evidence, member.report_hang, _HangListener(self, label), report_every_look=False

@@ -35,7 +35,7 @@ from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import Notice, Probed
 from elasticd_agent.model.records import NO_NODE_RANK, NodeRecord
-from elasticd_agent.rendezvous.member import DriverFailed, MemberThread, RendezvousMember, TurnResult
+from elasticd_agent.rendezvous.member import MemberThread, MemberThreadFailed, RendezvousMember, TurnResult
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import PeerNetwork, TcpPeerNetwork
 from elasticd_agent.rendezvous.probe import ProbeServer
@@ -117,7 +117,7 @@ def join_job(
     found_on_disk: tuple[int, tuple[int, int] | None],
     warm: bool,
     attentive: Callable[[], bool],
-    post: Callable[[Notice | DriverFailed], None],
+    post: Callable[[Notice | MemberThreadFailed], None],
     log: Callable[[str], None],
     renewed: RenewalListener,
     stack: contextlib.ExitStack,

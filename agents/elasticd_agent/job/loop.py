@@ -60,7 +60,7 @@ from elasticd_agent.job.state_machine import step
 from elasticd_agent.model import messages
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
-from elasticd_agent.rendezvous.member import DriverFailed, RendezvousMember, TurnResult
+from elasticd_agent.rendezvous.member import MemberThreadFailed, RendezvousMember, TurnResult
 from elasticd_agent.system.network.control_socket import DumpRequested
 from elasticd_agent.workers.events import (
     GroupEntered,
@@ -100,7 +100,7 @@ Message = (
     messages.Notice
     | OwnerMessage
     | OwnerLost
-    | DriverFailed
+    | MemberThreadFailed
     | GatheredEvidence
     | DumpRequested
     | StraySignal
@@ -301,7 +301,7 @@ class JobLoop:
                 if isinstance(self.phase, messages.Joining):
                     raise StoreRefused(why)
                 self._listener.log(why)
-            case DriverFailed(error):
+            case MemberThreadFailed(error):
                 if not isinstance(self.phase, messages.Flushing):
                     raise error
             # --- this process

@@ -34,25 +34,25 @@ def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
     lost = losses(view, current, policy, now)
     if lost.nodes:
         return tuple(Fault("node_lost", node) for node in sorted(lost.nodes))
-    if failures and not lost.returning and _all_reported(view, failures, len(current.members), now):
+    if failures and not lost.returning and _are_failures_settled(view, failures, len(current.members), now):
         return (Fault(failures[0].kind, ""),)
     return ()
 
 
-def _all_reported(view: View, failures: list[Failure], members: int, now: float) -> bool:
+def _are_failures_settled(view: View, failures: list[Failure], members: int, now: float) -> bool:
     """No node is still about to report the root cause of what were secondary failures."""
     secondary = all(f.kind == "crash" for f in failures)
     return not secondary or len(failures) >= members or now >= view.failed_at + ROOT_CAUSE_WAIT_S
 
 
-class FaultLog:
+class FaultTracker:
     """The faults of the current round, each once."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._known: tuple[int, frozenset[Fault]] = (0, frozenset())
 
-    def observe(self, view: View, now: float) -> list[tuple[int, Fault]]:
+    def take_new(self, view: View, now: float) -> list[tuple[int, Fault]]:
         """The new ones, with their round.
 
         Failures after a round's first are its consequences; only a further lost node is a fault of its own.

@@ -46,7 +46,7 @@ from elasticd_agent.model.messages import (
 )
 from elasticd_agent.model.records import Failure, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
-from elasticd_agent.rendezvous.membership import STALLED_S
+from elasticd_agent.rendezvous.membership import STALL_GRACE_S
 from elasticd_agent.rendezvous.membership_client import (
     SEEN_S,
     JobTerms,
@@ -65,16 +65,16 @@ from elasticd_agent.store import JobStore, Watch
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
 from elasticd_agent.system.network.addresses import try_parse_endpoint
 
-NAME_RETRY_S = 0.5
+JOIN_RETRY_S = 0.5
 REREAD_S = 10.0
 """Every agent reads its keys again so often, in case a watch missed something; and repeats why it is rejected."""
-CUT_OFF_S = 5.0
+CUT_OFF_ABSTAIN_S = 5.0
 """A leader that is cut off from most members leaves the leader key to them for so long."""
-RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+OUTAGE_RETRIES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 HOST_LINGER_S = 5.0
 """The node that hosts the store waits so long for the others to leave, once the job has ended."""
 CLOSE_S = 5.0
-MAX_REST_S = 0.05
+MAX_LEADER_REST_S = 0.05
 """The leader rests after a turn for as long as the turn took, and no longer than this."""
 
 
@@ -116,7 +116,7 @@ class RendezvousMember:
         self._election = LeaderElection(store, terms, self._registration, self._observations, self._follower)
         self._watches: dict[str, Watch] = {}
         self._disconnected: deque[str] = deque()
-        self._changed: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] = lambda: None
         self._reread_at = float("-inf")
         self._last_turn = float("-inf")
         self._unavailable_since: float | None = None
@@ -130,9 +130,9 @@ class RendezvousMember:
         self._rejected_at = 0.0
         self._waiting_for = ""
 
-    def on_change(self, call: Callable[[], None]) -> None:
-        """`call` when a turn is due early: after a report or a hint, from any thread."""
-        self._changed = call
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called when a turn is due early: after a report or a hint, from any thread."""
+        self._wake = wake
 
     # --- reports, from the deciding thread --------------------------------------------------------------------------
 
@@ -143,39 +143,39 @@ class RendezvousMember:
     def update_node_record(self, **fields: Any) -> None:
         """Set fields of this node's record."""
         self._registration.update(**fields)
-        self._changed()
+        self._wake()
 
     def report_failure(self, failure: Failure, now: float) -> None:
         """Report a failure of this node's group; the leader's answer, a Round, is expected within a time."""
         self._outbox.add_failure(failure)
         self._election.expect_answer(now)
-        self._changed()
+        self._wake()
 
     def report_done(self, number: int) -> None:
         """Report that every worker of this node has exited with code 0 in round `number`."""
         self._outbox.add_done(number)
-        self._changed()
+        self._wake()
 
     def report_master(self, number: int, address: str, port: int) -> None:
         """Report where the workers' store of round `number` listens. Sent by the node of rank 0."""
         self._outbox.add_master(number, address, port)
-        self._changed()
+        self._wake()
 
     def report_hang(self, report: HangReport | None) -> None:
         """This node's observations of its ranks while any node suspects a hang; None: no node does any more."""
         self._outbox.hang_report = report
-        self._changed()
+        self._wake()
 
     def hint(self, key: str) -> None:
         """A watch has named `key`."""
         self._follower.invalidate(key)
         self._planner.hint(key)
-        self._changed()
+        self._wake()
 
     def peer_disconnected(self, node: str) -> None:
         """The standing connection to `node`'s agent has broken: it may have been killed. Safe from any thread."""
         self._disconnected.append(node)
-        self._changed()
+        self._wake()
 
     @property
     def leads(self) -> bool:
@@ -198,7 +198,7 @@ class RendezvousMember:
             self._find_store(now)
             until = self._turn(now)
         except StoreUnavailable as error:
-            until = self._unavailable(str(error), now)
+            until = self._on_unavailable_store(str(error), now)
         except (StoreRefused, WireError) as error:
             if str(error) != self._rejected or now >= self._rejected_at + REREAD_S:
                 self._rejected = str(error)
@@ -245,37 +245,37 @@ class RendezvousMember:
             # After the group's first step nothing connects to its store any more.
             self._outbox.resend(number, without_master_of=self._registration.record.stepped_round)
         if not self._agreement.is_reached(now):
-            return now + NAME_RETRY_S
+            return now + JOIN_RETRY_S
         self._watch_keys()
-        self._read_round()  # first: a Round without this node ends its group, also where its name is another agent's
+        self._follow_round()  # first: a Round without this node ends its group, also where its name is another agent's
         if self._follower.is_replaced():
             return now + REREAD_S
         if not self._agreement.is_reached(now):
-            return now + NAME_RETRY_S
+            return now + JOIN_RETRY_S
         if not self._register(now, check=reread and not self.leads):
-            self._wait_for(self._registration.waits_for, more_nodes=False)
-            return now + NAME_RETRY_S
-        self._send(now)
+            self._report_wait(self._registration.waits_for, more_nodes=False)
+            return now + JOIN_RETRY_S
+        self._send_reports(now)
         self._notices += self._follower.read_requests()
         reachability_at = self._check_reachability(now)
-        self._send(now)
-        self._probe_disconnected(now)
+        self._send_reports(now)
+        self._suspect_disconnected(now)
         lead_at = self._lead(now)
         self._network.keep_links(self._links(), self.peer_disconnected)
         if self._take_over is not None:
             self._take_over.answered(now, self.leads and self._planner.succession.lacks_quorum)
-        self._store_answers(now)
+        self._end_outage(now)
         times = (self._registration.key.renew_at, self._reread_at, lead_at, self._election.preempt_at, reachability_at)
         return min(at for at in (*times, self._registration.send_at) if at is not None)
 
-    def _store_answers(self, now: float) -> None:
+    def _end_outage(self, now: float) -> None:
         if self._unavailable_since is not None:
             away_s = now - self._unavailable_since
             self._notices.append(StoreAvailability(False, "the store answers again", away_s))
             self._unavailable_since = None
             self._retries = 0
 
-    def _unavailable(self, why: str, now: float) -> float:
+    def _on_unavailable_store(self, why: str, now: float) -> float:
         """Begin or continue an outage. Returns when to try again.
 
         A store that has never answered may start later than its clients, and is given the join timeout. One that
@@ -294,7 +294,7 @@ class RendezvousMember:
                 self._notices.append(StoreAbandoned(f"no answer from the store within {away_s:.0f} s: {why}", now))
         elif away_s >= self._policy.store_away_s:
             self._notices.append(StoreAbandoned(f"the store has been unavailable for {away_s:.0f} s: {why}", now))
-        retry_s = RETRY_S[min(self._retries, len(RETRY_S) - 1)]
+        retry_s = OUTAGE_RETRIES_S[min(self._retries, len(OUTAGE_RETRIES_S) - 1)]
         self._retries += 1
         return now + min(retry_s, self._policy.lease_s / 3)
 
@@ -322,7 +322,7 @@ class RendezvousMember:
                 self._observations.distrust_absences(now)  # a store that lost this record may have lost others
                 self._election.key_lost()
 
-    def _send(self, now: float) -> None:
+    def _send_reports(self, now: float) -> None:
         if self._registration.lease is not None and not self._registration.send(now):
             self._election.key_lost()
         self._outbox.send()  # a failure comes after the slots that start because of it
@@ -330,7 +330,7 @@ class RendezvousMember:
         if lease is not None and self._outbox.send_hang_report(lease) and self.leads:
             self._planner.hint(self._keys.hang_reports())
 
-    def _read_round(self) -> None:
+    def _follow_round(self) -> None:
         round = self._follower.read_round()
         if round is None:
             return
@@ -340,12 +340,12 @@ class RendezvousMember:
             self._registration.key.withdraw()
             return
         self._follower.follow(round)
-        self._followed(round)
+        self._report_round(round)
         if self._take_over is not None and self._take_over.read(round, self._last_turn):
             self._store_replaced(self._last_turn)
             raise StoreUnavailable("the store of this job is another one now")
 
-    def _followed(self, round: Round) -> None:
+    def _report_round(self, round: Round) -> None:
         """Report a new Round to the loop, once, and say in the record that this node has seen it."""
         self._waiting_for = ""
         if self._follower.is_non_member:
@@ -367,7 +367,7 @@ class RendezvousMember:
             self._registration.update(unreachable=self._reachability.unreachable)
         return again_at
 
-    def _probe_disconnected(self, now: float) -> None:
+    def _suspect_disconnected(self, now: float) -> None:
         """A broken connection is a reason to probe: every member probes the leader, the leader all others."""
         while self._disconnected:
             node = self._disconnected.popleft()
@@ -392,12 +392,12 @@ class RendezvousMember:
     def _lead(self, now: float) -> float | None:
         if self._registration.lease is None:
             return now
-        if self._is_over():
+        if self._clean_up_if_ended():
             return None
         if self._follower.take(self._keys.planner):
             self._election.refresh_leader(now)
         if not (self._store.standalone or self._store.hosts):
-            return self._await_leader(now)
+            return self._check_host_leads(now)
         claim_at = None if self.leads else self._election.claim(now, non_member=self._follower.is_non_member)
         if not self.leads:
             return claim_at
@@ -407,7 +407,7 @@ class RendezvousMember:
             return self._election.resign(now, 0.0)
         return self._plan(now)
 
-    def _await_leader(self, now: float) -> float | None:
+    def _check_host_leads(self, now: float) -> float | None:
         """The host of the store leads alone: its agent may be stuck while its store answers."""
         since = self._election.free_since
         if since is None:
@@ -420,10 +420,10 @@ class RendezvousMember:
     def _begin_to_lead(self) -> None:
         self._planner.reset()
         self._watch_keys()
-        self._read_round()
+        self._follow_round()
         if self._store.compares_one_key:
             self._follower.fence()
-            self._read_round()
+            self._follow_round()
         self._led_with = self._election.key_version
 
     def _a_member_should_lead(self) -> bool:
@@ -447,21 +447,21 @@ class RendezvousMember:
         match verdict:
             case Round():
                 self._follower.publish(verdict)
-                self._followed(verdict)
+                self._report_round(verdict)
                 return now
             case HandOver():
                 if self._store.standalone:
-                    return self._election.resign(now, CUT_OFF_S)
+                    return self._election.resign(now, CUT_OFF_ABSTAIN_S)
                 self._follower.invalidate_leader()
                 return now
             case Wait():
                 if verdict.until == now:
                     self._follower.invalidate_leader()
                 if verdict.too_few_nodes or verdict.notable:
-                    self._wait_for(verdict.why, verdict.too_few_nodes)
+                    self._report_wait(verdict.why, verdict.too_few_nodes)
         return verdict.until
 
-    def _wait_for(self, why: str, more_nodes: bool) -> None:
+    def _report_wait(self, why: str, more_nodes: bool) -> None:
         """Say what this node or the job waits for, once."""
         if why and why != self._waiting_for:
             self._waiting_for = why
@@ -470,15 +470,15 @@ class RendezvousMember:
     def _abandon_if_blocked(self, now: float) -> None:
         """The side of a partition that may not continue gives up as one does whose store is away."""
         why, due = self._planner.succession.blocked_why, self.facts.next_step_due
-        if not why or (due is not None and now < due + STALLED_S):
+        if not why or (due is not None and now < due + STALL_GRACE_S):
             self._blocked_since = None
         elif self._blocked_since is None:
             self._blocked_since = now
         elif (blocked_s := now - self._blocked_since) >= self._policy.store_away_s:
             self._notices.append(StoreAbandoned(f"{why}; waited for {blocked_s:.0f} s", now, stuck=True))
 
-    def _is_over(self) -> bool:
-        """True if the job has ended. Its leader may have died before it deleted the records: a joiner does."""
+    def _clean_up_if_ended(self) -> bool:
+        """True if the job has ended. Its leader may have died before it deleted the records: then a joiner does."""
         round = self._follower.round
         if self._follower.ended_before_joining and round is not None:
             self._planner.delete_records(round)
@@ -486,8 +486,8 @@ class RendezvousMember:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def others_left(self) -> bool:
-        """True once every other node has left: the host of the store leaves last. Raises StoreUnavailable."""
+    def is_last_node(self) -> bool:
+        """True once no other node is left in the store: its host leaves last. Raises StoreUnavailable."""
         return set(self._store.list(self._keys.nodes)) <= {self._keys.node(self._node)}
 
     def close(self) -> None:
@@ -504,7 +504,7 @@ class RendezvousMember:
 
 
 @dataclass(frozen=True, slots=True)
-class DriverFailed:
+class MemberThreadFailed:
     """The thread has ended by an error in elasticd."""
 
     error: BaseException
@@ -513,13 +513,13 @@ class DriverFailed:
 class MemberThread:
     """The thread that takes a member's turns. It posts the notices of each turn to the loop's inbox."""
 
-    def __init__(self, member: RendezvousMember, post: Callable[[Notice | DriverFailed], None]) -> None:
+    def __init__(self, member: RendezvousMember, post: Callable[[Notice | MemberThreadFailed], None]) -> None:
         self._member = member
         self._post = post
-        self._changed = threading.Event()
+        self._turn_due = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elasticd-store", daemon=True)
-        member.on_change(self._changed.set)
+        member.set_wake(self._turn_due.set)
 
     def start(self) -> None:
         self._thread.start()
@@ -527,23 +527,23 @@ class MemberThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._changed.clear()
+                self._turn_due.clear()
                 began = time.monotonic()
                 notices, until = self._member.turn(began)
                 took_s = time.monotonic() - began
                 for notice in notices:
                     self._post(notice)
-                self._changed.wait(None if until is None else max(0.0, until - time.monotonic()))
+                self._turn_due.wait(None if until is None else max(0.0, until - time.monotonic()))
                 if self._member.leads and not self._closing:
                     # Many nodes report at once: one turn answers all of them.
-                    time.sleep(min(took_s, MAX_REST_S))
+                    time.sleep(min(took_s, MAX_LEADER_REST_S))
         except BaseException as error:  # noqa: BLE001 the loop must end with it
-            self._post(DriverFailed(error))
+            self._post(MemberThreadFailed(error))
 
     def abandon(self) -> None:
         """Take no more turns, and take nothing back: what a killed agent does."""
         self._closing = True
-        self._changed.set()
+        self._turn_due.set()
         self._thread.join(CLOSE_S)
 
     def close(self) -> None:
@@ -551,7 +551,7 @@ class MemberThread:
         self.abandon()
         deadline = time.monotonic() + HOST_LINGER_S
         try:
-            while self._member.hosts_store and time.monotonic() < deadline and not self._member.others_left():
+            while self._member.hosts_store and time.monotonic() < deadline and not self._member.is_last_node():
                 time.sleep(0.05)
         except ElasticdError:
             pass  # the store is gone, and nothing can be reported any more

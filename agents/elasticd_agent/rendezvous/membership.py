@@ -28,19 +28,21 @@ from elasticd_agent.model.phrases import count, is_are, listing, plural
 from elasticd_agent.model.records import Exclusion, Member, NodeRecord, QuarantinedSlot, Round
 from elasticd_agent.rendezvous.view import PresentNode, ProbeResult, View, Wait
 
-STALLED_S = 0.5
+STALL_GRACE_S = 0.5
 """Workers that train together stop within a step of a peer's end; only waiting tells that from a longer step."""
-RETURN_S = 1.5
+REREGISTRATION_S = 1.5
 """An agent that has lost the store, or its record in it, is back within a retry (0.8 s) once the store answers."""
 START_LIMIT_S = 60.0
 """A member that has seen a Round starts its group within this time. The old group saves its state, stops or is
 killed, and has 30 s to die with a GPU open."""
-MAX_BRANCHES = 100
+MAX_SEARCH_BRANCHES = 100
 """The bound of the search for the largest connected set: 0.3 s where 300 nodes are partitioned."""
 EXCLUSION_EXPIRES_S = 600.0
 """A node that stayed for so long after its return is a node like any other."""
-_PRESENT = "", float("-inf")
-Avoided = Mapping[tuple[str, int], float]
+_Loss = tuple[str, float]
+"""Why a member is lost, and since or from when."""
+_NOT_LOST: _Loss = "", float("-inf")
+AvoidedSlots = Mapping[tuple[str, int], float]
 """The slots (node, slot) that a Round leaves out where enough others are: quarantined ones with the cool-off that is
 left, and those whose process starts with 0. Nobody waits for such a process while enough ranks keep theirs."""
 
@@ -59,7 +61,7 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     """The members of `current` that cannot continue: by the first rule that applies, or by a partition."""
     probes, absent, silent = dict(view.probe_results), dict(view.absent_since), dict(view.silent_since)
     gone = dict(view.left)
-    stalled = view.next_step_due is not None and now >= view.next_step_due + STALLED_S
+    stalled = view.next_step_due is not None and now >= view.next_step_due + STALL_GRACE_S
     lost: dict[str, str] = {}
     until: list[float] = []
     returning: list[str] = []
@@ -75,11 +77,11 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
         elif probe == "refused":
             loss = f"{node} is lost: the port of its agent is closed", now
         elif record is None:
-            loss = _absence(view, policy, node, probe, absent.get(node, now), none_left)
+            loss = _loss_by_absence(view, policy, node, probe, absent.get(node, now), none_left)
         elif node in failed:
-            loss = _PRESENT  # it has seen and started the round
+            loss = _NOT_LOST  # it has seen and started the round
         else:
-            loss = _delay(view, current, policy, member, record, probe, silent.get(node) if stalled else None)
+            loss = _loss_by_delay(view, current, policy, member, record, probe, silent.get(node) if stalled else None)
         why, due = loss
         why = gone.get(node, why)
         if now < due:
@@ -89,14 +91,14 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
         elif why:
             lost[node] = why
     if stalled or view.failures:
-        lost |= _partitioned(view, current, lost)
+        lost |= _losses_by_partition(view, current, lost)
     return Losses(lost, min(until, default=None), tuple(returning))
 
 
-def _absence(
+def _loss_by_absence(
     view: View, policy: Policy, node: str, probe: ProbeResult | None, since: float, none_left: bool
-) -> tuple[str, float]:
-    """The reason and the time at which a member without a record is lost.
+) -> _Loss:
+    """The loss of a member without a record.
 
     After a failure, what matters is who can be in the next group: a short wait. While the group may still train, not
     before it has stopped, nor soon after a store outage, nor before `adopt_timeout_s` where that is unseen, unless
@@ -106,17 +108,17 @@ def _absence(
     if view.failures:
         if probe in ("silent", "closed"):
             return f"{node} is lost: its lease has expired and it does not answer", since
-        return why, max(since, view.store_up_since) + RETURN_S
+        return why, max(since, view.store_up_since) + REREGISTRATION_S
     trusted = view.store_up_since + policy.lease_s + policy.renewal_s
     if none_left:
         return f"{why} and the port of its agent is closed", trusted
     at_last = since + policy.adopt_timeout_s
     if view.next_step_due is not None:
-        at_last = min(at_last, max(since, view.next_step_due) + STALLED_S)
+        at_last = min(at_last, max(since, view.next_step_due) + STALL_GRACE_S)
     return why, max(trusted, at_last)
 
 
-def _delay(
+def _loss_by_delay(
     view: View,
     current: Round,
     policy: Policy,
@@ -124,8 +126,8 @@ def _delay(
     record: NodeRecord,
     probe: ProbeResult | None,
     silent_since: float | None,
-) -> tuple[str, float]:
-    """The reason and the time at which a member with a record is lost, "" if it is not.
+) -> _Loss:
+    """The loss of a member with a record, "" if it is not lost.
 
     `silent_since`: only while no worker advances.
     """
@@ -137,13 +139,13 @@ def _delay(
         return f"{node} is unreachable and no worker has made a step since", silent_since + policy.lease_s
     if record.ready_round < number and set(member.slots) <= set(record.slots):
         return f"{node} has not started round {number} within {START_LIMIT_S:g} s", view.round_at + START_LIMIT_S
-    return _PRESENT
+    return _NOT_LOST
 
 
 # ---- partitions
 
 
-def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, str]:
+def _losses_by_partition(view: View, current: Round, lost: dict[str, str]) -> dict[str, str]:
     """Members outside the largest set of members that reach each other, of those that are in the store.
 
     A node that is done needs no peers.
@@ -186,8 +188,8 @@ def largest_connected(nodes: Sequence[str], cuts: Collection[frozenset[str]]) ->
         return list(nodes)
     first = nodes[0]
     compatible = [n for n in nodes[1:] if n not in conflicts[first]]
-    with_first = {first} | _largest_independent(compatible, conflicts, [MAX_BRANCHES])
-    without = _largest_independent(list(nodes[1:]), conflicts, [MAX_BRANCHES])
+    with_first = {first} | _largest_independent(compatible, conflicts, [MAX_SEARCH_BRANCHES])
+    without = _largest_independent(list(nodes[1:]), conflicts, [MAX_SEARCH_BRANCHES])
     largest = with_first if len(with_first) >= len(without) else without
     return [node for node in nodes if node in largest]
 
@@ -241,7 +243,7 @@ def cooloff_left_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -
     return 0.0
 
 
-def short_of_slots(view: View, current: Round) -> list[str]:
+def slot_shortage_reasons(view: View, current: Round) -> list[str]:
     """Reasons of members that cannot run the workers `current` gives them: a slot is not usable any more."""
     reasons = []
     for member in current.members:
@@ -253,21 +255,21 @@ def short_of_slots(view: View, current: Round) -> list[str]:
     return reasons
 
 
-def current_quarantine(view: View, current: Round, now: float) -> tuple[QuarantinedSlot, ...]:
-    """The slots with strikes, and the cool-off that is left now."""
+def aged_quarantined_slots(view: View, current: Round, now: float) -> tuple[QuarantinedSlot, ...]:
+    """The slots with strikes in `current`, with the cool-off that is left now."""
     elapsed_s = max(0.0, now - view.round_at)
     return tuple(replace(slot, left_s=max(0.0, slot.left_s - elapsed_s)) for slot in current.quarantined_slots)
 
 
-def avoided_slots(view: View, quarantined: Iterable[QuarantinedSlot]) -> Avoided:
+def avoided_slots(view: View, quarantined: Iterable[QuarantinedSlot]) -> AvoidedSlots:
     return dict.fromkeys(view.starting, 0.0) | {(q.node, q.slot): q.left_s for q in quarantined if q.left_s}
 
 
-def usable_slots(record: NodeRecord, avoided: Avoided) -> list[int]:
+def usable_slots(record: NodeRecord, avoided: AvoidedSlots) -> list[int]:
     return [slot for slot in record.slots if (record.id, slot) not in avoided]
 
 
-def has_enough_slots(record: NodeRecord, view: View, avoided: Avoided) -> bool:
+def has_enough_slots(record: NodeRecord, view: View, avoided: AvoidedSlots) -> bool:
     needed = max(1, min(view.requirements.min_workers, len(record.slots)))
     return len(usable_slots(record, avoided)) >= needed
 
@@ -289,7 +291,7 @@ class ReturnedSlots:
 
 def returned_slots(view: View, current: Round, now: float) -> list[ReturnedSlots]:
     """Those of the members of `current` that the next Round would give more workers."""
-    avoided = avoided_slots(view, current_quarantine(view, current, now))
+    avoided = avoided_slots(view, aged_quarantined_slots(view, current, now))
     returned = []
     for p in view.nodes:
         record, member = p.record, view.member(p.record.id)
@@ -297,25 +299,25 @@ def returned_slots(view: View, current: Round, now: float) -> list[ReturnedSlots
             continue
         slots = _best_slots(record, view, usable_slots(record, avoided))
         if len(slots) > len(member.slots) and has_enough_slots(record, view, avoided):
-            ends = [at for at in _cooloff_ends(view, current, member) if at <= now]
+            ends = [at for at in _slot_cooloff_ends(view, current, member) if at <= now]
             back = tuple(sorted(set(slots) - set(member.slots)))
             returned.append(ReturnedSlots(member.node, back, max([p.slots_at, *ends])))
     return returned
 
 
-def next_cooloff_end(view: View, current: Round, now: float) -> float | None:
+def next_slot_cooloff_end(view: View, current: Round, now: float) -> float | None:
     """When the next slot that `current` leaves out can be used again."""
-    ends = [at for member in current.members for at in _cooloff_ends(view, current, member) if at > now]
+    ends = [at for member in current.members for at in _slot_cooloff_ends(view, current, member) if at > now]
     return min(ends, default=None)
 
 
-def _cooloff_ends(view: View, current: Round, member: Member) -> list[float]:
-    """When the cool-offs of this node's slots end that `current` leaves out."""
+def _slot_cooloff_ends(view: View, current: Round, member: Member) -> list[float]:
+    """When the cool-offs end of this node's slots that `current` leaves out."""
     slots = [q for q in current.quarantined_slots if q.node == member.node and q.slot not in member.slots]
     return [view.round_at + q.left_s for q in slots]
 
 
-def keeps_processes(view: View, current: Round) -> bool:
+def can_keep_processes(view: View, current: Round) -> bool:
     """True if the workers of `current` can leave it in their process."""
     first = view.record(current.members[0].node)
     return first is not None and first.entered == current.number
@@ -326,8 +328,8 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
 
     Where workers keep their processes, those whose own are ready, or will not come ahead of their round.
     """
-    avoided = avoided_slots(view, current_quarantine(view, current, now))
-    is_asked = keeps_processes(view, current)
+    avoided = avoided_slots(view, aged_quarantined_slots(view, current, now))
+    is_asked = can_keep_processes(view, current)
     waiting = waiting_nodes(view, current, policy, now)
     return [
         p
@@ -370,7 +372,7 @@ def select_members(
     running = view.current if view.current is not None and not view.current.terminal else None
     previous_order = {m.identity: i for i, m in enumerate(running.members)} if running else {}
     candidates = _candidates(view, lost, previous_order, running.number if running else 0)
-    willing = _willing(view, policy, candidates, excluded, quarantined)
+    willing = _preferred(view, policy, candidates, excluded, quarantined)
     if len(willing) < fewest:
         why = f"{len(willing)} of at least {count(fewest, 'node')} present"
         return Wait(why, None, too_few_nodes=True)
@@ -381,10 +383,10 @@ def select_members(
     elif (wait := _last_call(view, willing, now)) is not None:
         return wait
     chosen = [p.record for p in willing[: view.requirements.max_nodes]]
-    return chosen if running is None else _reader_first(chosen, running)
+    return chosen if running is None else _checkpoint_holder_first(chosen, running)
 
 
-def _willing(
+def _preferred(
     view: View,
     policy: Policy,
     candidates: list[PresentNode],
@@ -468,7 +470,7 @@ def _last_call(view: View, willing: list[PresentNode], now: float) -> Wait | Non
     return Wait(f"{here}; waiting for more until {requirements.last_call_timeout_s:g} s after the newest", until)
 
 
-def _reader_first(chosen: list[NodeRecord], running: Round) -> list[NodeRecord]:
+def _checkpoint_holder_first(chosen: list[NodeRecord], running: Round) -> list[NodeRecord]:
     """Rank 0's node has the checkpoint directory that the job has used so far, if any node has."""
     reader = next((record for record in chosen if record.directory == running.directory), None)
     return sorted(chosen, key=lambda record: record is not reader)

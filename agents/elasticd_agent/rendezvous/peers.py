@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Identity, Member, NodeRecord, Round, StoreLife
-from elasticd_agent.rendezvous.membership import STALLED_S
+from elasticd_agent.rendezvous.membership import STALL_GRACE_S
 from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S
 from elasticd_agent.rendezvous.probe import (
     Address,
@@ -243,7 +243,7 @@ class LivenessProber:
             unseen=tuple(unseen) if late else (),
             absent=tuple(node for node, _ in view.absent_since),
             suspects=tuple(sorted(self._observations.suspects & others.keys())),
-            stalled=view.next_step_due is not None and now >= view.next_step_due + STALLED_S,
+            stalled=view.next_step_due is not None and now >= view.next_step_due + STALL_GRACE_S,
             settled=bool(view.failures) and now >= view.failed_at + ROOT_CAUSE_WAIT_S,
         )
         return None if trouble.only_stalled and not trouble.stalled else trouble

@@ -49,21 +49,21 @@ from elasticd_agent.model.records import (
     same_error_wait_s,
 )
 from elasticd_agent.rendezvous.membership import (
-    RETURN_S,
+    REREGISTRATION_S,
     Losses,
     ReturnedSlots,
+    aged_quarantined_slots,
     assign_slots,
     avoided_slots,
-    current_quarantine,
     exclusions,
     has_enough_slots,
     joiners,
     losses,
-    next_cooloff_end,
+    next_slot_cooloff_end,
     promoted_spares,
     returned_slots,
     select_members,
-    short_of_slots,
+    slot_shortage_reasons,
 )
 from elasticd_agent.rendezvous.restart_budget import carry_over, is_misuse, is_refused_state, round_progressed, spend
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
@@ -210,7 +210,7 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
     if verdict is not None:
         return verdict
     lost = running.losses.nodes
-    if reasons := list(lost.values()) or short_of_slots(view, current):
+    if reasons := list(lost.values()) or slot_shortage_reasons(view, current):
         return _uncounted_round(running, "; ".join(reasons), lost)
     return _resize(running)
 
@@ -221,7 +221,7 @@ def _bound_shortage(view: View, policy: Policy, wait: Wait, since: float, now: f
     if view.current is not None and not view.current.terminal:
         bound_s, name = (policy.replace_timeout_s, "--replace-timeout")
     until = since + bound_s
-    until = max(until, min(until, view.store_up_since) + RETURN_S)
+    until = max(until, min(until, view.store_up_since) + REREGISTRATION_S)
     if now >= until:
         return _final_round(view, "failed", 1, f"{wait.why}, and no more joined within {bound_s:g} s ({name})")
     return replace(wait, until=min(until, wait.until) if wait.until is not None else until)
@@ -308,7 +308,7 @@ def _unchanged(running: _Running) -> Wait | None:
     """Nothing leaves or comes; or workers end with code 0, so all others are about to; or more may come."""
     current, growth = running.current, running.growth
     if running.view.done or not (running.leaving or growth):
-        until = None if running.policy.grow == "never" else next_cooloff_end(running.view, current, running.now)
+        until = None if running.policy.grow == "never" else next_slot_cooloff_end(running.view, current, running.now)
         return replace(_runs(current), until=until)
     since = [*(p.joined_at for p in running.joining), *(r.since for r in running.returned)]
     settled = max(since, default=running.now) + running.policy.grow_debounce_s
@@ -513,7 +513,7 @@ def _update_strikes(
     """
     current, policy = running.current, running.policy
     used = {(node, slot) for _, node, _, slot in current.assignments()}
-    ledger = {(q.node, q.slot): q for q in current_quarantine(running.view, current, running.now)}
+    ledger = {(q.node, q.slot): q for q in aged_quarantined_slots(running.view, current, running.now)}
     blamed = {(f.node, slot) for f in failures for _, slot in f.culprits} & used
     hung = {(f.node, slot) for f in failures if f.kind == "hung" for _, slot in f.culprits}
     if progress:  # a slot that took part in it has shown that it works
@@ -554,7 +554,7 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
         for p in view.nodes
         if p.record.ready_round and (view.current is None or p.record.ready_round > view.current.number)
     ]
-    if runs and now < (until := max(p.joined_at for p in runs) + RETURN_S):
+    if runs and now < (until := max(p.joined_at for p in runs) + REREGISTRATION_S):
         return Wait(f"waiting for {_names(runs)} to restore a round that is missing from the store", until)
     number = max([view.first_number, *(max(p.record.highest_round, p.record.seen_round) + 1 for p in view.nodes)])
     if view.current is not None:

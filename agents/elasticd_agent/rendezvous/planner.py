@@ -37,8 +37,8 @@ from elasticd_agent.model.keys import Keys, decode_record, encode_record
 from elasticd_agent.model.messages import FaultDetected, Notice, StragglersFound
 from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round, StoreLife
 from elasticd_agent.model.reports import HangReport
-from elasticd_agent.rendezvous.faults import FaultLog
-from elasticd_agent.rendezvous.membership import keeps_processes, waiting_nodes
+from elasticd_agent.rendezvous.faults import FaultTracker
+from elasticd_agent.rendezvous.membership import can_keep_processes, waiting_nodes
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import LivenessProber, PeerObservations
 from elasticd_agent.rendezvous.plan import plan
@@ -77,7 +77,7 @@ class Planner:
         self._reader = ViewReader(self._cache, self._keys, self._requirements, self._observations)
         self._liveness = LivenessProber(self._node, self._policy, self._observations)
         self._judge = HangJudge(self._policy)
-        self._faults = FaultLog(self._policy)
+        self._faults = FaultTracker(self._policy)
         self.succession = Succession(self._node)
         self._persistent_stragglers = PersistentStragglers(self._policy)
         self._stragglers: tuple[tuple[int, float], ...] = ()
@@ -261,7 +261,7 @@ class Planner:
             self.delete_records(round)
 
     def _observe_faults(self, view: View, now: float) -> None:
-        for number, fault in self._faults.observe(view, now):
+        for number, fault in self._faults.take_new(view, now):
             reported_at = None if fault.cause in ("hung", "node_lost") else view.failed_at
             self._notices.append(FaultDetected(number, fault.cause, fault.culprit, reported_at))
 
@@ -280,7 +280,7 @@ class Planner:
         current, nodes = view.current, list[str]()
         if self._requirements.max_nodes == 1 or current is None:
             return
-        if not current.terminal and keeps_processes(view, current):
+        if not current.terminal and can_keep_processes(view, current):
             stay = [m for m in current.members if (r := view.record(m.node)) is None or not r.leaving]
             room = max(0, self._requirements.max_nodes - len(stay)) + self._requirements.spares
             nodes = [p.record.id for p in waiting_nodes(view, current, self._policy, now)[:room]]
