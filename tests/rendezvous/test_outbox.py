@@ -34,7 +34,7 @@ def test_long_outage_does_not_grow_the_outbox() -> None:
     reports.send()
     store.away = True
     for _ in range(8640):  # every 10 s
-        reports.resend(3, without_master_of=0)
+        reports.queue_again(3, without_master_of=0)
         with pytest.raises(StoreUnavailable):
             reports.send()
     store.away = False

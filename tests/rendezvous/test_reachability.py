@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Exclusion, Member, Round
 from elasticd_agent.rendezvous.peers import (
-    INTRODUCTION_SPREAD_S,
-    MAX_INTERVAL_S,
-    OUTSIDER_INTERVAL_S,
+    FIRST_PROBE_SPREAD_S,
+    MAX_PROBE_INTERVAL_S,
+    NON_MEMBER_PROBE_INTERVAL_S,
     PeerNetwork,
     PeerObservations,
     ReachabilityMonitor,
@@ -57,7 +57,7 @@ def test_members_are_probed_once_while_all_is_well() -> None:
     net.train(60)
     (at, whom), *more = net.asked
     assert (whom, more) == ("acd", [])
-    assert at <= 1000 + INTRODUCTION_SPREAD_S + 1
+    assert at <= 1000 + FIRST_PROBE_SPREAD_S + 1
 
 
 def test_stalled_member_probes_less_often_while_all_answer() -> None:
@@ -67,7 +67,7 @@ def test_stalled_member_probes_less_often_while_all_answer() -> None:
     assert net.wait(200) == ()
     pauses = [b - a for (a, _), (b, _) in zip(net.asked, net.asked[1:], strict=False)]
     assert net.asked[0][0] >= 1010 + POLICY.lease_s
-    assert [round(pause) for pause in pauses[:6]] == [1, 2, 4, 8, 16, MAX_INTERVAL_S]
+    assert [round(pause) for pause in pauses[:6]] == [1, 2, 4, 8, 16, MAX_PROBE_INTERVAL_S]
 
 
 def test_silence_of_a_lease_is_unreachable_until_an_answer_or_step() -> None:
@@ -80,7 +80,7 @@ def test_silence_of_a_lease_is_unreachable_until_an_answer_or_step() -> None:
     net.answers["c"] = "answers"
     assert net.wait(2) == ()
     net.answers["c"] = "silent"
-    assert net.wait(2 * MAX_INTERVAL_S) == ("c",)
+    assert net.wait(2 * MAX_PROBE_INTERVAL_S) == ("c",)
     assert net.train(1) == (), "they train: so it is there"
 
 
@@ -108,9 +108,9 @@ def test_excluded_node_continues_to_probe() -> None:
     net.advances_by = None
     net.asked.clear()
     assert net.wait(20) == ("c",)
-    assert len(net.asked) == 20 / OUTSIDER_INTERVAL_S
+    assert len(net.asked) == 20 / NON_MEMBER_PROBE_INTERVAL_S
     net.answers["c"] = "answers"
-    assert net.wait(OUTSIDER_INTERVAL_S) == ()
+    assert net.wait(NON_MEMBER_PROBE_INTERVAL_S) == ()
     net.answers["c"] = "silent"
     net.round = Round(3, tuple(Member(name, "i", (0,), "", f"{name}:1") for name in "abcd"))
     net.advances_by = net.now

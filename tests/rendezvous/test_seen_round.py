@@ -10,7 +10,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.membership_client import SEEN_S, JobTerms
+from elasticd_agent.rendezvous.membership_client import SEEN_ROUND_DELAY_S, JobTerms
 from elasticd_agent.rendezvous.peers import PeerNetwork
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.memory import MemoryStore
@@ -56,13 +56,13 @@ def test_what_follows_soon_is_written_with_it(job: Job) -> None:
     member = next(name for name, agent in job.agents.items() if not agent.leads)
     before = job.written(member)[1]
     notices, until = job.agents[member].turn(job.now)
-    assert notices and until is not None and until <= job.now + SEEN_S
+    assert notices and until is not None and until <= job.now + SEEN_ROUND_DELAY_S
     assert job.written(member)[1] == before, "it says more in a moment"
     job.agents[member].update_node_record(ready_round=1)
-    job.agents[member].turn(job.now + SEEN_S / 2)
+    job.agents[member].turn(job.now + SEEN_ROUND_DELAY_S / 2)
     record, version = job.written(member)
     assert (record.seen_round, record.ready_round) == (1, 1)
-    job.agents[member].turn(job.now + 2 * SEEN_S)
+    job.agents[member].turn(job.now + 2 * SEEN_ROUND_DELAY_S)
     assert job.written(member)[1] == version, "once"
 
 

@@ -123,7 +123,7 @@ class HostingNetwork(NodeNetwork):
             return False
         return self.cluster.connects(self.node.label, life.label)
 
-    def publish(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
+    def set_probe_answer(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
         self.node.says = store, lost, leaving
 
     def show_way(self, round: Round | None) -> None:

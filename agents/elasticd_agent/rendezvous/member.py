@@ -48,7 +48,7 @@ from elasticd_agent.model.records import Failure, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.membership import STALL_GRACE_S
 from elasticd_agent.rendezvous.membership_client import (
-    SEEN_S,
+    SEEN_ROUND_DELAY_S,
     JobTerms,
     LeaderElection,
     NodeRegistration,
@@ -148,7 +148,7 @@ class RendezvousMember:
     def report_failure(self, failure: Failure, now: float) -> None:
         """Report a failure of this node's group; the leader's answer, a Round, is expected within a time."""
         self._outbox.add_failure(failure)
-        self._election.expect_answer(now)
+        self._election.expect_round(now)
         self._wake()
 
     def report_done(self, number: int) -> None:
@@ -233,7 +233,7 @@ class RendezvousMember:
         """Do what is due while the store answers. Returns when to come back at the latest. Raises StoreUnavailable,
         StoreRefused, WireError.
         """
-        if self._follower.is_replaced():
+        if self._follower.is_run_replaced():
             return now + REREAD_S
         reread = now >= self._reread_at
         if reread:
@@ -243,12 +243,12 @@ class RendezvousMember:
                 self._agreement.check_again()
             number = self._follower.round.number if self._follower.round is not None else 0
             # After the group's first step nothing connects to its store any more.
-            self._outbox.resend(number, without_master_of=self._registration.record.stepped_round)
+            self._outbox.queue_again(number, without_master_of=self._registration.record.stepped_round)
         if not self._agreement.is_reached(now):
             return now + JOIN_RETRY_S
         self._watch_keys()
         self._follow_round()  # first: a Round without this node ends its group, also where its name is another agent's
-        if self._follower.is_replaced():
+        if self._follower.is_run_replaced():
             return now + REREAD_S
         if not self._agreement.is_reached(now):
             return now + JOIN_RETRY_S
@@ -265,7 +265,13 @@ class RendezvousMember:
         if self._take_over is not None:
             self._take_over.answered(now, self.leads and self._planner.succession.lacks_quorum)
         self._end_outage(now)
-        times = (self._registration.key.renew_at, self._reread_at, lead_at, self._election.preempt_at, reachability_at)
+        times = (
+            self._registration.key.renew_at,
+            self._reread_at,
+            lead_at,
+            self._election.probe_leader_at,
+            reachability_at,
+        )
         return min(at for at in (*times, self._registration.send_at) if at is not None)
 
     def _end_outage(self, now: float) -> None:
@@ -334,7 +340,7 @@ class RendezvousMember:
         round = self._follower.read_round()
         if round is None:
             return
-        if self._follower.is_replaced():
+        if self._follower.is_run_replaced():
             self._notices.append(RoundPublished(round))
             self._election.key_lost()
             self._registration.key.withdraw()
@@ -357,7 +363,7 @@ class RendezvousMember:
             news["paused"] = 0
             self._notices.append(RoundPublished(round))
         # A node outside the Round can join once it has seen it.
-        send_at = float("-inf") if self._follower.is_non_member else self._last_turn + SEEN_S
+        send_at = float("-inf") if self._follower.is_non_member else self._last_turn + SEEN_ROUND_DELAY_S
         self._registration.update(send_at=send_at, **news)
 
     def _check_reachability(self, now: float) -> float | None:
@@ -394,7 +400,7 @@ class RendezvousMember:
             return now
         if self._clean_up_if_ended():
             return None
-        if self._follower.take(self._keys.planner):
+        if self._follower.take_invalidated(self._keys.planner):
             self._election.refresh_leader(now)
         if not (self._store.standalone or self._store.hosts):
             return self._check_host_leads(now)
@@ -422,7 +428,7 @@ class RendezvousMember:
         self._watch_keys()
         self._follow_round()
         if self._store.compares_one_key:
-            self._follower.fence()
+            self._follower.fence_former_leader()
             self._follow_round()
         self._led_with = self._election.key_version
 
@@ -446,7 +452,7 @@ class RendezvousMember:
         self._notices += self._planner.take_notices()
         match verdict:
             case Round():
-                self._follower.publish(verdict)
+                self._follower.follow_own(verdict)
                 self._report_round(verdict)
                 return now
             case HandOver():

@@ -32,9 +32,9 @@ from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.store import Lease, Store, Versioned
 from elasticd_agent.store.lease import LeasedKey, RenewalListener
 
-PREEMPT_AFTER_S = 0.15
+PROBE_LEADER_AFTER_S = 0.15
 """A leader that has not answered this node's report for so long is probed."""
-SEEN_S = 0.2
+SEEN_ROUND_DELAY_S = 0.2
 """The time in which a member writes that it has read a Round, together with what follows from it, if that is soon."""
 MEMBERS_FIRST_S = 1.0
 """The members of a Round have a free leader key to themselves for this time."""
@@ -179,8 +179,8 @@ class RoundFollower:
         """The Round, unless it is terminal."""
         return self.round if self.round is not None and not self.round.terminal else None
 
-    def is_replaced(self) -> bool:
-        """True once a later run of the job has begun: this node has no part in it."""
+    def is_run_replaced(self) -> bool:
+        """True once a later run of the job has begun, in which this node has no part."""
         return self._replaced
 
     @property
@@ -208,7 +208,7 @@ class RoundFollower:
         unasked = self._keys.hang_report_request
         self._stale |= set(self.keys) - (set() if self._requested[unasked] else {unasked})
 
-    def take(self, key: str) -> bool:
+    def take_invalidated(self, key: str) -> bool:
         """True once after `key` was invalidated."""
         if key not in self._stale:
             return False
@@ -217,7 +217,7 @@ class RoundFollower:
 
     def read_round(self) -> Round | None:
         """The Round in the store, if it is news; once replaced, the end of this run. Raises StoreUnavailable."""
-        if not self.take(self._keys.round):
+        if not self.take_invalidated(self._keys.round):
             return None
         try:
             self.stored = stored = self._store.read(self._keys.round)
@@ -256,13 +256,13 @@ class RoundFollower:
         if self._master_of >= round.number:
             self._stale.add(self._keys.master())
 
-    def publish(self, round: Round) -> None:
+    def follow_own(self, round: Round) -> None:
         """Follow this node's own Round, which has just been published."""
         self._accepted = None
         self._stale.add(self._keys.round)
         self.follow(round)
 
-    def fence(self) -> None:
+    def fence_former_leader(self) -> None:
         """Give the round key another version, its value unchanged.
 
         For a store that compares one key at a time: a former leader that read the leader key before it was taken, and
@@ -278,15 +278,19 @@ class RoundFollower:
         if round is None:
             return []
         if not self._is_member:
-            return [AheadRequested(round.number)] if self.take(keys.ahead) and self._is_asked_ahead(round) else []
+            return (
+                [AheadRequested(round.number)]
+                if self.take_invalidated(keys.ahead) and self._is_asked_ahead(round)
+                else []
+            )
         notices: list[Notice] = []
-        if self.take(keys.hang_report_request) and self._is_changed(keys.hang_report_request, round):
+        if self.take_invalidated(keys.hang_report_request) and self._read_request(keys.hang_report_request, round):
             notices.append(HangReportRequested(round.number, bool(self._requested[keys.hang_report_request])))
         if self._hosts_rank_0:
-            if self.take(keys.pause) and self._is_changed(keys.pause, round):
+            if self.take_invalidated(keys.pause) and self._read_request(keys.pause, round):
                 on = bool(self._requested[keys.pause])
                 notices.append(PauseRequested(round.number, on, all_stay=on and self._do_all_stay(round)))
-        elif self._master_known != round.number and self.take(keys.master()):
+        elif self._master_known != round.number and self.take_invalidated(keys.master()):
             key = keys.master(round.number)
             if (stored := self._store.read(key)) is not None:
                 notices.append(MasterKnown(round.number, *decode_address(key, stored.value)))
@@ -313,8 +317,8 @@ class RoundFollower:
         except (KeyError, WireError):
             return False
 
-    def _is_changed(self, key: str, round: Round) -> bool:
-        """Read a request; True if it begins or ends."""
+    def _read_request(self, key: str, round: Round) -> bool:
+        """Read the request under `key`; True if it begins or ends."""
         stored, before = self._store.read(key), self._requested[key]
         requested = stored is not None and stored.value == str(round.number).encode()
         self._requested[key] = round.number if requested else 0
@@ -361,8 +365,8 @@ class Outbox:
             self._sent[key] = number, value
             self._waiting.popleft()
 
-    def resend(self, number: int, without_master_of: int) -> None:
-        """Send again at the next `send` what was sent of round `number`, except where its workers' store is.
+    def queue_again(self, number: int, without_master_of: int) -> None:
+        """Let the next `send` send again what was sent of round `number`, except where its workers' store is.
 
         Not while reports wait: the store is unavailable, and every call would add the same ones.
         """
@@ -415,7 +419,7 @@ class LeaderElection:
         self._observations = observations
         self._follower = follower
         self.key_version: int | None = None  #: while this agent holds the key
-        self.preempt_at: float | None = None  #: when the leader is probed next
+        self.probe_leader_at: float | None = None  #: when the leader is probed next
         self.free_since: float | None = None  #: since when no agent holds the key, as far as this one has read it
         self._other: tuple[NodeRecord, int] | None = None
         self._answered: str | None = None  # the incarnation of the leader that has answered a probe
@@ -427,19 +431,19 @@ class LeaderElection:
         """The other agent that leads, if one does."""
         return self._other[0] if self._other is not None else None
 
-    def expect_answer(self, since: float) -> None:
-        """This node reported a failure at `since`; a living leader publishes a Round soon after."""
+    def expect_round(self, since: float) -> None:
+        """This node reported a failure at `since`: a living leader publishes a Round soon after."""
         self._unanswered_since = since
 
     def leader_disconnected(self, now: float) -> None:
         """The leader's agent has broken the standing connection: probe it at once."""
-        self._unanswered_since = now - PREEMPT_AFTER_S
-        self.preempt_at = None
+        self._unanswered_since = now - PROBE_LEADER_AFTER_S
+        self.probe_leader_at = None
 
     def round_published(self) -> None:
         """A leader is alive."""
         self._unanswered_since = None
-        self.preempt_at = None
+        self.probe_leader_at = None
 
     def refresh_leader(self, now: float) -> None:
         stored = self._store.read(self._key)
@@ -450,7 +454,7 @@ class LeaderElection:
         self.free_since = None
         record = decode_record(LeaderRecord, self._key, stored.value)
         if record.incarnation == self._registration.record.incarnation:
-            self._key_taken(stored.version)
+            self._key_won(stored.version)
             return
         self.key_version = None
         self._other = (record, stored.version)
@@ -467,23 +471,23 @@ class LeaderElection:
         if self.free_since is not None:
             if non_member and now < self.free_since + MEMBERS_FIRST_S:
                 return self.free_since + MEMBERS_FIRST_S
-            return self._take(None, now)
+            return self._take_key(None, now)
         if self._other is None:
             return None
         record, version = self._other
         if record.id == self._registration.record.id:
-            return self._take(version, now)  # this node's earlier incarnation: the name is ours, so it is dead
+            return self._take_key(version, now)  # this node's earlier incarnation: the name is ours, so it is dead
         if self._unanswered_since is None:
             return None
-        self.preempt_at = max(self.preempt_at or 0.0, self._unanswered_since + PREEMPT_AFTER_S)
-        if now < self.preempt_at:
-            return self.preempt_at
-        self.preempt_at = now + self._renewal_s
+        self.probe_leader_at = max(self.probe_leader_at or 0.0, self._unanswered_since + PROBE_LEADER_AFTER_S)
+        if now < self.probe_leader_at:
+            return self.probe_leader_at
+        self.probe_leader_at = now + self._renewal_s
         # Only where a probe was answered before is a refusal proof: a firewall refuses, too.
         if self._answered == record.incarnation and isinstance(self._observations.probe_node(record), ProbeRefused):
             self._observations.suspect(record.id)
-            return self._take(version, now)
-        return self.preempt_at
+            return self._take_key(version, now)
+        return self.probe_leader_at
 
     def resign(self, now: float, abstain_s: float) -> float:
         """Leave the key to a member that can lead better."""
@@ -497,17 +501,17 @@ class LeaderElection:
         self.key_version = None
         self._follower.invalidate_leader()
 
-    def _take(self, expected: int | None, now: float) -> float:
+    def _take_key(self, expected: int | None, now: float) -> float:
         lease = self._registration.lease
         assert lease is not None
         self._follower.invalidate_leader()
-        self.preempt_at = None
+        self.probe_leader_at = None
         version = lease.put(self._key, self._registration.record.to_json(), expected)
         if version is not None:
-            self._key_taken(version)
+            self._key_won(version)
         return now
 
-    def _key_taken(self, version: int) -> None:
+    def _key_won(self, version: int) -> None:
         self.key_version = version
         self.free_since = None
         self._other = None

@@ -9,7 +9,7 @@ this agent's own monotonic clock:
 - `ReachabilityMonitor` decides when a member probes: while its workers are stalled.
 
 A refused probe counts as a death only of an agent that has answered before, since a firewall refuses and drops, too. So
-every rule here begins with an introduction: each member is probed once while all is well.
+every rule here begins with a first probe: each member is probed once while all is well.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from elasticd_agent.rendezvous.view import ProbeResult, View
 from elasticd_agent.system.network.addresses import try_parse_endpoint
 from elasticd_agent.system.waker import Waker
 
-PROBE_S = 0.2
+PROBE_TIMEOUT_S = 0.2
 """An agent answers a probe within a millisecond; no answer in this time is silence."""
-MIN_INTERVAL_S = 1.0
-MAX_INTERVAL_S = 30.0
+MIN_PROBE_INTERVAL_S = 1.0
+MAX_PROBE_INTERVAL_S = 30.0
 """Between probes while no worker advances and every agent answers: it may be a long evaluation."""
-OUTSIDER_INTERVAL_S = 5.0
+NON_MEMBER_PROBE_INTERVAL_S = 5.0
 """Between probes of a node that waits to join, and between those that such a node makes."""
-INTRODUCTION_SPREAD_S = 5.0
+FIRST_PROBE_SPREAD_S = 5.0
 """Within this the members of a round that trains probe each other for the first time, one after the other."""
-INTRODUCTION_TRIES = 3
+FIRST_PROBE_TRIES = 3
 RECONNECT_AFTER_S = 5.0
 """A broken or failed connection is tried again after this: probes have decided by then."""
-ORPHAN_S = 1.0
+MAIN_THREAD_CHECK_S = 1.0
 
 
 class PeerNetwork:
@@ -70,14 +70,14 @@ class PeerNetwork:
         """True if something listens there."""
         return False
 
-    def publish(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
-        """Answer probes with this from now on, as ProbeAlive has it."""
+    def set_probe_answer(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
+        """Answer probes with this from now on, see ProbeAlive."""
 
 
 class TcpPeerNetwork(PeerNetwork):
     """Agents on other machines. `server` answers their probes."""
 
-    def __init__(self, server: ProbeServer, probe_s: float = PROBE_S) -> None:
+    def __init__(self, server: ProbeServer, probe_s: float = PROBE_TIMEOUT_S) -> None:
         self._server = server
         self._probe_s = probe_s
         self._links = PeerLinks()
@@ -93,8 +93,8 @@ class TcpPeerNetwork(PeerNetwork):
     def keep_links(self, nodes: Mapping[str, Address], broken: Callable[[str], None]) -> None:
         self._links.keep(nodes, broken)
 
-    def publish(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
-        self._server.publish(store, lost, leaving)
+    def set_probe_answer(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
+        self._server.set_probe_answer(store, lost, leaving)
 
     def close(self) -> None:
         self._links.close()
@@ -204,15 +204,17 @@ class Trouble:
 
     round: int
     failed: tuple[str, ...]
-    unseen: tuple[str, ...]  #: have not seen the Round in time
+    unseen_by: tuple[str, ...]  #: have not seen the Round in time
     absent: tuple[str, ...]  #: have no record
     suspects: tuple[str, ...]
     stalled: bool  #: the workers beside this agent are overdue with their next step
-    settled: bool  #: all nodes had time to report: an agent that answered at the first report may have died since
+    failures_settled: (
+        bool  #: all nodes had time to report: an agent that answered at the first report may have died since
+    )
 
     @property
     def only_stalled(self) -> bool:
-        return not (self.failed or self.unseen or self.absent or self.suspects)
+        return not (self.failed or self.unseen_by or self.absent or self.suspects)
 
 
 class LivenessProber:
@@ -236,19 +238,19 @@ class LivenessProber:
     def trouble(self, view: View, round: Round, now: float) -> Trouble | None:
         others = self._others(round)
         late = now >= view.round_at + self._policy.seen_timeout_s
-        unseen = (n for n in others if (r := view.record(n)) is not None and r.seen_round < round.number)
+        unseen_by = (n for n in others if (r := view.record(n)) is not None and r.seen_round < round.number)
         trouble = Trouble(
             round.number,
             failed=tuple(f.node for f in view.failures),
-            unseen=tuple(unseen) if late else (),
+            unseen_by=tuple(unseen_by) if late else (),
             absent=tuple(node for node, _ in view.absent_since),
             suspects=tuple(sorted(self._observations.suspects & others.keys())),
             stalled=view.next_step_due is not None and now >= view.next_step_due + STALL_GRACE_S,
-            settled=bool(view.failures) and now >= view.failed_at + ROOT_CAUSE_WAIT_S,
+            failures_settled=bool(view.failures) and now >= view.failed_at + ROOT_CAUSE_WAIT_S,
         )
         return None if trouble.only_stalled and not trouble.stalled else trouble
 
-    def introduce(self, view: View, round: Round, now: float) -> None:
+    def probe_unknown_members(self, view: View, round: Round, now: float) -> None:
         """All is well: probe members that have never been probed, so that their later silence means something."""
         self._observations.forget_results()
         self._stalled_probes = 0
@@ -265,11 +267,11 @@ class LivenessProber:
         self._probe(view, self._others(round), now)
         if trouble.only_stalled and not self._observations.silent_since:
             self._stalled_probes += 1
-            pause_s = MIN_INTERVAL_S * 2.0 ** min(self._stalled_probes, 16)
-            self._next_at = now + min(pause_s, MAX_INTERVAL_S)
+            pause_s = MIN_PROBE_INTERVAL_S * 2.0 ** min(self._stalled_probes, 16)
+            self._next_at = now + min(pause_s, MAX_PROBE_INTERVAL_S)
         return True
 
-    def check_joiners(self, view: View, round: Round, now: float) -> None:
+    def probe_joiners_if_due(self, view: View, round: Round, now: float) -> None:
         """A node that was lost because it is unreachable is not taken again before it is reachable."""
         members = {m.node for m in round.members}
         records = [p.record for p in view.nodes if p.record.id not in members]
@@ -277,10 +279,10 @@ class LivenessProber:
         names = {record.id for record in joiners}
         if now >= self._joiners_at or names != self._joiners:
             self._joiners = names
-            self._joiners_at = now + OUTSIDER_INTERVAL_S
+            self._joiners_at = now + NON_MEMBER_PROBE_INTERVAL_S
             self._observations.probe_joiners(joiners)
 
-    def unreachable_majority(self, view: View, round: Round, now: float) -> list[str]:
+    def take_unreachable_majority(self, view: View, round: Round, now: float) -> list[str]:
         """Members that do not answer this agent, if they are the majority: then this agent is cut off. Once a Round."""
         silent_s = self._policy.lease_s
         silent = [node for node, since in view.silent_since if now >= since + silent_s and view.record(node)]
@@ -295,7 +297,7 @@ class LivenessProber:
     def _probe(self, view: View, incarnations: dict[str, str], now: float) -> None:
         members = view.current.members if view.current is not None else ()
         self._observations.probe_members((*(p.record for p in view.nodes), *members), incarnations, now)
-        self._next_at = now + MIN_INTERVAL_S
+        self._next_at = now + MIN_PROBE_INTERVAL_S
 
 
 # ---- what a member probes
@@ -322,10 +324,10 @@ class ReachabilityMonitor:
         self._is_member = False
         self._missed: set[Identity] = set()  #: counted as unreachable once, so their silence counts again
         self._silent_since: dict[str, float] = {}
-        self._interval_s = MIN_INTERVAL_S
+        self._interval_s = MIN_PROBE_INTERVAL_S
         self._next_at = float("-inf")
-        self._introduce_at: float | None = None
-        self._introductions = 0
+        self._first_probe_at: float | None = None
+        self._first_probe_tries = 0
         self.unreachable: tuple[str, ...] = ()  #: members of the current Round that this node does not reach
 
     def turn(self, round: Round | None, stepped: int, next_step_due: float | None, now: float) -> float | None:
@@ -338,14 +340,14 @@ class ReachabilityMonitor:
             self._reset()
             return None
         if round.number != self._number:
-            self._begin(round)
+            self._begin_round(round)
         if self._is_member:
             if next_step_due is None:
                 return None  # its workers have ended: the result so far is final
             if now < next_step_due + self._policy.lease_s:
                 self._reset()
                 if stepped == round.number:
-                    self._introduce(round, now)
+                    self._probe_unknown_members(round, now)
                 return None
         elif self._me[0] not in {e.node for e in round.excluded}:
             self._reset()
@@ -354,30 +356,30 @@ class ReachabilityMonitor:
             self._probe_members(round, stepped == round.number, now)
         return self._next_at
 
-    def _begin(self, round: Round) -> None:
+    def _begin_round(self, round: Round) -> None:
         self._number = round.number
         self._is_member = any(m.identity == self._me for m in round.members)
-        self._introduce_at = None
-        self._introductions = 0
+        self._first_probe_at = None
+        self._first_probe_tries = 0
         self._reset()
 
     def _reset(self) -> None:
-        self._interval_s = MIN_INTERVAL_S
+        self._interval_s = MIN_PROBE_INTERVAL_S
         self._next_at = float("-inf")
         self._silent_since.clear()
         self.unreachable = ()
 
-    def _introduce(self, round: Round, now: float) -> None:
+    def _probe_unknown_members(self, round: Round, now: float) -> None:
         """Probe members that have never been probed, while all is well. It is not worth a turn of its own."""
-        if self._introductions >= INTRODUCTION_TRIES:
+        if self._first_probe_tries >= FIRST_PROBE_TRIES:
             return
-        if self._introduce_at is None:
-            self._introduce_at = now + INTRODUCTION_SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
-        if now < self._introduce_at:
+        if self._first_probe_at is None:
+            self._first_probe_at = now + FIRST_PROBE_SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
+        if now < self._first_probe_at:
             return
         unknown = {m.identity for m in round.members} - self._observations.answered - {self._me}
-        self._introductions = self._introductions + 1 if unknown else INTRODUCTION_TRIES
-        self._introduce_at = now + MAX_INTERVAL_S
+        self._first_probe_tries = self._first_probe_tries + 1 if unknown else FIRST_PROBE_TRIES
+        self._first_probe_at = now + MAX_PROBE_INTERVAL_S
         self._observations.probe(m for m in round.members if m.identity in unknown)
 
     def _probe_members(self, round: Round, stepped: bool, now: float) -> None:
@@ -394,11 +396,11 @@ class ReachabilityMonitor:
         )
         self._missed |= {identities[node] for node in self.unreachable}
         if not self._is_member:
-            self._interval_s = OUTSIDER_INTERVAL_S
+            self._interval_s = NON_MEMBER_PROBE_INTERVAL_S
         elif self._silent_since:
-            self._interval_s = MIN_INTERVAL_S
+            self._interval_s = MIN_PROBE_INTERVAL_S
         self._next_at = now + self._interval_s
-        self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
+        self._interval_s = min(2 * self._interval_s, MAX_PROBE_INTERVAL_S)
 
     def _silence_counts(self, identity: Identity) -> bool:
         return identity in self._observations.answered | self._missed
@@ -472,7 +474,7 @@ class PeerLinks:
                         if sock is not None:
                             links[node] = address, sock
                             selector.register(sock, selectors.EVENT_READ, node)
-                for key, _ in selector.select(ORPHAN_S):
+                for key, _ in selector.select(MAIN_THREAD_CHECK_S):
                     if key.data is None:
                         self._waker.drain()
                     elif _has_ended(links[key.data][1]):

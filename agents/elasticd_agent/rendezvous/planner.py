@@ -131,9 +131,9 @@ class Planner:
             return Wait("the round of an earlier store continues in this one", now)
         if round is not None and not round.terminal:
             view = self._probe_members(view, round, facts, now)
-            self._liveness.check_joiners(view, round, now)
+            self._liveness.probe_joiners_if_due(view, round, now)
             view = replace(view, unreachable=self._observations.unreachable)
-            if silent := self._liveness.unreachable_majority(view, round, now):
+            if silent := self._liveness.take_unreachable_majority(view, round, now):
                 why = (
                     f"{self._node} does not reach {', '.join(silent)}, which reach the store; another node should lead"
                 )
@@ -204,11 +204,11 @@ class Planner:
     def _probe_members(self, view: View, round: Round, facts: LocalFacts, now: float) -> View:
         trouble = self._liveness.trouble(view, round, now)
         if trouble is None:
-            self._liveness.introduce(view, round, now)
+            self._liveness.probe_unknown_members(view, round, now)
             return view
         if self._liveness.probe_if_due(view, round, trouble, now):
             self._cache.invalidate(self._keys.failures(round.number))
-            if trouble.unseen:
+            if trouble.unseen_by:
                 self._cache.invalidate(self._keys.nodes)
             view = self._reader.read(round, facts, now)  # the answers took a moment
         return replace(view, probe_results=((self._node, "answered"), *self._observations.results.items()))

@@ -40,7 +40,7 @@ from elasticd_agent.system.waker import Waker
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted; measured with a thousand agents
 REFUSAL_CONFIRM_S = 0.05  # a closing port of a living process refuses, too: only a second refusal after this counts
 ACCEPT_RETRY_S = 0.05  # while the agent is stuck or out of file descriptors; callers stay in the backlog
-ORPHAN_S = 1.0  # the thread ends so soon after the main thread: it must not answer for a dead agent
+MAIN_THREAD_CHECK_S = 1.0  # the thread ends so soon after the main thread: it must not answer for a dead agent
 ANSWER_BYTES = 4096  # an answer is a name and a token; a longer one is not an agent's
 MAX_ERROR_CHARS = 200  # of another program's text in our log
 
@@ -97,7 +97,7 @@ class ProbeServer:
         Raises UsageError if the port cannot be bound.
         """
         self._node, self._incarnation = node, incarnation
-        self.publish(None, False, False)
+        self.set_probe_answer(None, False, False)
         self._answering = answering
         self._answered = answered
         self._listener = _listening(address, port)
@@ -108,7 +108,7 @@ class ProbeServer:
         self._thread = threading.Thread(target=self._run, name="elasticd-probe", daemon=False)
         self._thread.start()
 
-    def publish(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
+    def set_probe_answer(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
         """Say this in every answer from now on. Safe from any thread."""
         self._answer = ProbeAlive(self._node, self._incarnation, store, lost, leaving).to_json() + b"\n"
 
@@ -128,7 +128,7 @@ class ProbeServer:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._waker, selectors.EVENT_READ)
             while not self._closing.is_set() and threading.main_thread().is_alive():
-                ready = [key.fileobj for key, _ in selector.select(ORPHAN_S)]
+                ready = [key.fileobj for key, _ in selector.select(MAIN_THREAD_CHECK_S)]
                 for caller in connected.intersection(ready):
                     selector.unregister(caller)
                     connected.remove(caller)

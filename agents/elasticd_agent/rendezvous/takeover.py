@@ -267,4 +267,4 @@ class TakeOver:
         answer = self._life, lost, leaving
         if answer != self._published:
             self._published = answer
-            self._network.publish(*answer)
+            self._network.set_probe_answer(*answer)
