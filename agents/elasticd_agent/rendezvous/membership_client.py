@@ -278,11 +278,8 @@ class RoundFollower:
         if round is None:
             return []
         if not self._is_member:
-            return (
-                [AheadRequested(round.number)]
-                if self.take_invalidated(keys.ahead) and self._is_asked_ahead(round)
-                else []
-            )
+            asked = self.take_invalidated(keys.ahead) and self._is_asked_ahead(round)
+            return [AheadRequested(round.number)] if asked else []
         notices: list[Notice] = []
         if self.take_invalidated(keys.hang_report_request) and self._read_request(keys.hang_report_request, round):
             notices.append(HangReportRequested(round.number, bool(self._requested[keys.hang_report_request])))

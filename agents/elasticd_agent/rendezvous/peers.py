@@ -77,16 +77,16 @@ class PeerNetwork:
 class TcpPeerNetwork(PeerNetwork):
     """Agents on other machines. `server` answers their probes."""
 
-    def __init__(self, server: ProbeServer, probe_s: float = PROBE_TIMEOUT_S) -> None:
+    def __init__(self, server: ProbeServer, timeout_s: float = PROBE_TIMEOUT_S) -> None:
         self._server = server
-        self._probe_s = probe_s
+        self._timeout_s = timeout_s
         self._links = PeerLinks()
 
     def probe(self, nodes: Mapping[str, Address]) -> Mapping[str, ProbeAnswer]:
-        return probe_nodes(nodes, self._probe_s)
+        return probe_nodes(nodes, self._timeout_s)
 
     def reaches(self, address: Address) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(address, self._probe_s):
+        with contextlib.suppress(OSError), socket.create_connection(address, self._timeout_s):
             return True
         return False
 
