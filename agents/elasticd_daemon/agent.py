@@ -257,7 +257,7 @@ def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
             "files; do not upgrade elasticd while they run"
         )
         return None
-    installation.use(code)
+    installation.switch_to_copy(code)
     return code
 
 
@@ -274,7 +274,7 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
             raise wrong
 
     local = LocalJobs(settings.node, settings.state_dir, gpu_usage=parts.health.gpu_usage)
-    peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
+    peers = Peers(token.agents_token, tls, http.tls_ca, http.tls_name)
     service = JobService(
         parts.store,
         local,

@@ -80,7 +80,7 @@ class Served:
         http = HttpSettings(port=0, token_file=token_file, **self.where)
         tls = http.tls_cert is not None
         token = TokenAuth(token_file, http.tokens, http.read_only, http.agents_token_file)
-        peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
+        peers = Peers(token.agents_token, tls, http.tls_ca, http.tls_name)
         self.service = JobService(self.store, here, peers, clock=self.now)
         well, absent = HealthProbeResult(True, "well"), HealthProbeResult(False, "not in")
         self.pages = MonitoringPages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: well, lambda: absent)

@@ -15,7 +15,7 @@ Until = Callable[[Callable[[], object], float], object]
 
 
 def test_hanging_calls_leave_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
-    monkeypatch.setattr(bounded_io, "MAX_HANGING", 3)
+    monkeypatch.setattr(bounded_io, "MAX_HANGING_THREADS", 3)
     mounted, before = threading.Event(), threading.active_count()
     try:
         for _ in range(10):

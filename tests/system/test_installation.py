@@ -26,7 +26,7 @@ from elasticd_agent.model.version import version
 from elasticd_agent.system import installation
 if len(sys.argv) > 1:
     from pathlib import Path
-    installation.use(Path(sys.argv[1]))
+    installation.switch_to_copy(Path(sys.argv[1]))
 import elasticd.checkpointing, elasticd_agent.hangs.explain.model as late
 paths = [installation.program("owner"), installation.library_file("elasticd.heartbeat.record")]
 print(json.dumps([*paths, *installation.import_path(), late.__file__, elasticd.checkpointing.__file__]))

@@ -6,7 +6,7 @@ from functools import partial
 
 from elasticd_agent.config.flag import Flag, ValueType
 from elasticd_agent.model.job import Policy
-from elasticd_agent.system.durations import setting_text
+from elasticd_agent.system.durations import format_duration
 
 _USUAL = Policy()
 _own = partial(Flag, torchrun=False)
@@ -98,7 +98,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--stopped-after TIME",
         "A worker that has been stopped (state T, as by SIGSTOP; not by a debugger) for this time is hung.",
-        default=setting_text(_USUAL.stopped_after_s),
+        default=format_duration(_USUAL.stopped_after_s),
     ),
     _own(
         "--slow-ceiling TIME",
@@ -116,7 +116,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--evidence-timeout TIME",
         "Longest time to gather stacks and logs of a hung group before it is ended.",
-        default=setting_text(_USUAL.evidence_timeout_s),
+        default=format_duration(_USUAL.evidence_timeout_s),
     ),
     _own(
         "--on-hang WHAT",
@@ -128,17 +128,17 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         "--startup-ceiling TIME",
         "Longest time without progress before the optimizer exists (imports, loading, init_process_group), for a "
         "script known to train by elasticd.init() or an earlier round.",
-        default=setting_text(_USUAL.startup_ceiling_s),
+        default=format_duration(_USUAL.startup_ceiling_s),
     ),
     _own(
         "--first-step-ceiling TIME",
         "Longest time without progress of such a script before its first step: a compile, the data of a first epoch.",
-        default=setting_text(_USUAL.first_step_ceiling_s),
+        default=format_duration(_USUAL.first_step_ceiling_s),
     ),
     _own(
         "--progress-ceiling TIME",
         "Longest time without progress while there is no history to learn from: after the first steps, and in the "
         "first evaluation and the first checkpoint.",
-        default=setting_text(_USUAL.progress_ceiling_s),
+        default=format_duration(_USUAL.progress_ceiling_s),
     ),
 )

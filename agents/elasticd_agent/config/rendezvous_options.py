@@ -18,7 +18,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.quantities import parse_count_range
 from elasticd_agent.model.job import Policy, Rendezvous, Tls
 from elasticd_agent.model.phrases import did_you_mean
-from elasticd_agent.system.files import read_line
+from elasticd_agent.system.files import read_secret_any_mode
 from elasticd_agent.system.network.addresses import parse_endpoint
 
 BACKENDS = ("static", "c10d", "etcd")
@@ -320,7 +320,7 @@ def _credentials(conf: Mapping[str, str], environ: Mapping[str, str], cwd: Path)
         raise UsageError("--rdzv-conf: password and password_file contradict each other; leave one out")
     password = conf.get("password", environ.get("ELASTICD_ETCD_PASSWORD")) or None
     if "password_file" in conf:
-        password = read_line(cwd / conf["password_file"], "--rdzv-conf: password_file")
+        password = read_secret_any_mode(cwd / conf["password_file"], "--rdzv-conf: password_file")
     if user and password is None:
         raise UsageError(
             f"the etcd user {user!r} needs a password: --rdzv-conf password_file=FILE, or ELASTICD_ETCD_PASSWORD"

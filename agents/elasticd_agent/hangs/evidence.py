@@ -35,7 +35,7 @@ from elasticd_agent.hangs.collector.request import (
     fallback_directory,
     to_message,
 )
-from elasticd_agent.system.gpus.nvml import find_nvml
+from elasticd_agent.system.gpus.nvml import find_pynvml_with_driver
 from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.helper_process import HelperError, HelperProcess, HelperTimeout
@@ -270,7 +270,7 @@ class EvidenceCollector:
             max(0.1, GATHER_PART * (until - began)),
             tuple(target for target in request.targets if target.pid > 0),
             find_py_spy() if self._spy is None else self._spy,
-            find_nvml() if self._nvml is None else self._nvml,
+            find_pynvml_with_driver() if self._nvml is None else self._nvml,
             self._ras,
         )
         trouble, late = self._help("gather", collect, began + KILL_PART * (until - began), reported.receive)

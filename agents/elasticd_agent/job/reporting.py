@@ -34,7 +34,7 @@ from elasticd_agent.model.messages import (
 from elasticd_agent.model.phrases import count, listing, plural
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.rendezvous import restart_budget as budget
-from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlServer, Verb
+from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlServer, VerbHandler
 from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log, metrics
 from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole
@@ -286,7 +286,7 @@ class Reporting(contextlib.ExitStack):
 
         return metrics.Metrics(job, node, version())
 
-    def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
+    def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, VerbHandler]:
         """The control socket's verbs beside about and dump."""
         return {}
 

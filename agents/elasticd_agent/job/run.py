@@ -271,7 +271,7 @@ def use_private_code(runtime: Path) -> str:
         installation.copy_to(copy)
     except OSError as error:
         return f"no copy of elasticd in {copy} ({error.strerror}): do not upgrade elasticd while this job runs"
-    installation.use(copy)
+    installation.switch_to_copy(copy)
     return ""
 
 

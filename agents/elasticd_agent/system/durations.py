@@ -11,7 +11,7 @@ def parse_duration(text: str) -> float:
     return float(text.removesuffix(unit)) * UNITS_S[unit]
 
 
-def setting_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration as a file would have it, in the largest unit that leaves a whole number: "90s", "2h"."""
     for unit in ("d", "h", "m"):
         times = seconds / UNITS_S[unit]

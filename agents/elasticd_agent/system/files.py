@@ -46,7 +46,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
     `sync`: the content is on disk before it gets its name. On failure the temporary file goes, too: a full disk.
     """
     temporary = path.with_name(f".{path.name}.new")
-    _remove(temporary)
+    _clear_path(temporary)
     fd = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with open(fd, "wb") as file:
@@ -63,7 +63,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
 def replace_link(path: Path, target: Path) -> None:
     """Make `path` a symbolic link to `target`, in one step where there was one already. Raises OSError."""
     temporary = path.with_name(f".{path.name}.new")
-    _remove(temporary)
+    _clear_path(temporary)
     temporary.symlink_to(target)
     rename_over(temporary, path)
 
@@ -77,7 +77,7 @@ def rename_over(temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
 
 
-def _remove(path: Path) -> None:
+def _clear_path(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
@@ -101,11 +101,11 @@ def remove_tree(path: Path) -> None:
 
 
 REMOVAL_S = 10.0
-MAX_LENGTH = 1024
+MAX_SECRET_CHARS = 1024
 """Characters; a longer file is not a secret."""
 
 
-def find_problem(path: Path) -> str | None:
+def find_secret_file_problem(path: Path) -> str | None:
     """The reason why `path` cannot hold a secret, and what would be right; None if it can. Its group may read it, as
     with secrets mounted into containers."""
     try:
@@ -125,21 +125,29 @@ def find_problem(path: Path) -> str | None:
 
 def read_secret(path: Path, key: str) -> str:
     """The one line in `path`. `key` begins the sentences. Raises UsageError."""
-    wrong = find_problem(path)
+    wrong = find_secret_file_problem(path)
     if wrong is not None:
         raise UsageError(f"{key}: {wrong}")
-    return read_line(path, key)
+    return read_secret_any_mode(path, key)
 
 
-def read_line(path: Path, key: str) -> str:
+def read_secret_any_mode(path: Path, key: str) -> str:
     """The same, whatever the mode of the file."""
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_LENGTH + 2)
+            text = file.read(MAX_SECRET_CHARS + 2)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"{key}: {str(path)!r} cannot be read: {why}") from None
     secret = text.rstrip("\r\n")
-    if not secret.strip() or "\n" in secret or "\r" in secret or len(secret) > MAX_LENGTH or not secret.isprintable():
-        raise UsageError(f"{key}: {str(path)!r} must hold one line, the secret, of at most {MAX_LENGTH} characters")
+    if (
+        not secret.strip()
+        or "\n" in secret
+        or "\r" in secret
+        or len(secret) > MAX_SECRET_CHARS
+        or not secret.isprintable()
+    ):
+        raise UsageError(
+            f"{key}: {str(path)!r} must hold one line, the secret, of at most {MAX_SECRET_CHARS} characters"
+        )
     return secret

@@ -1,7 +1,8 @@
 """The places of our own files, and the programs that are started by path.
 
 A job starts helpers and imports modules long after its start, also after an upgrade has replaced the installation under
-it. Therefore a runner works from a copy (docs/adr/0007): it is started from one, or `use` redirects it to one.
+it. Therefore a runner works from a copy (docs/adr/0007): it is started from one, or `switch_to_copy` redirects it to
+one.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _PROGRAMS = {
     "evidence_collector": "hangs/collector/__main__.py",
     "c10d_fork_server": "store/c10d/fork_server.py",
 }
-_RUN = """\
+_MAIN_SOURCE = """\
 import sys
 from elasticd_agent.cli.main import main
 sys.exit(main())
 """
-_DAEMON = "elasticd_daemon"
-_COMPILED = f".{sys.implementation.cache_tag}.pyc"
+_DAEMON_PACKAGE = "elasticd_daemon"
+_COMPILED_SUFFIX = f".{sys.implementation.cache_tag}.pyc"
 
 
 def program(name: str) -> str:
@@ -78,11 +79,11 @@ def copy_to(directory: Path) -> None:
             target = directory / name / os.path.relpath(source, package)
             _make_directory(target)
             for file in files:
-                if not file.endswith(".pyc") or file.endswith(_COMPILED):
+                if not file.endswith(".pyc") or file.endswith(_COMPILED_SUFFIX):
                     times = os.stat(os.path.join(source, file))
                     _write(target / file, Path(source, file).read_bytes())
                     os.utime(target / file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    _write(directory / "__main__.py", _RUN.encode())
+    _write(directory / "__main__.py", _MAIN_SOURCE.encode())
     try:  # `importlib.metadata` finds this version first, whatever is installed by then
         version = metadata.version("elasticd")
     except metadata.PackageNotFoundError:
@@ -91,7 +92,7 @@ def copy_to(directory: Path) -> None:
     _write(info / "METADATA", f"Metadata-Version: 2.1\nName: elasticd\nVersion: {version}\n".encode())
 
 
-def use(directory: Path) -> None:
+def switch_to_copy(directory: Path) -> None:
     """Import and start programs from `directory` from now on: it is a copy of the code that this process runs."""
     packages = set(_packages())
     for name, module in list(sys.modules.items()):
@@ -102,19 +103,23 @@ def use(directory: Path) -> None:
 def _packages() -> dict[str, Path]:
     agent = Path(elasticd_agent.__path__[0])
     # The daemon is found, not imported: `elasticd run` does not need it.
-    return {"elasticd": Path(elasticd.__path__[0]), "elasticd_agent": agent, _DAEMON: agent.with_name(_DAEMON)}
+    return {
+        "elasticd": Path(elasticd.__path__[0]),
+        "elasticd_agent": agent,
+        _DAEMON_PACKAGE: agent.with_name(_DAEMON_PACKAGE),
+    }
 
 
 def _digest(packages: dict[str, Path]) -> str:
     total = hashlib.sha256()
     for name, package in packages.items():
-        for file in sorted(_sources(package)):
+        for file in sorted(_package_files(package)):
             total.update(f"{name}/{file.relative_to(package)}\0".encode())
             total.update(hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()[:16]
 
 
-def _sources(package: Path) -> Iterator[Path]:
+def _package_files(package: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(package):
         folders[:] = [name for name in folders if name != "__pycache__"]
         yield from (Path(folder, file) for file in files)

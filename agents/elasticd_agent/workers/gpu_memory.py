@@ -110,7 +110,7 @@ class NvmlGpuMemory(GpuMemory):
     def close(self) -> None:
         """End the NVML process. Bounded."""
         self._requests.put(None)
-        self._nvml.stop()
+        self._nvml.cancel_request()
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:

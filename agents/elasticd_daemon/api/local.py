@@ -37,7 +37,7 @@ from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners.poller import ask_runner
 
 STATUS_TIMEOUT_S = 2.0
-DUMP_TIMEOUT_S = control_socket.ANSWER_S
+DUMP_TIMEOUT_S = control_socket.ANSWER_TIMEOUT_S
 READ_TIMEOUT_S = 20.0
 MAX_CACHED_LOGS = 64
 """Event logs that are read on from where they were read last."""

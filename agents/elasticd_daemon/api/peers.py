@@ -15,7 +15,7 @@ from pathlib import Path
 from elasticd import bounded_json
 from elasticd.errors import UsageError
 from elasticd_agent.system.network.addresses import parse_endpoint
-from elasticd_agent.system.network.http_auth import AGENT_SCHEME, agent_credential, token_digest
+from elasticd_agent.system.network.http_auth import AGENT_AUTH_SCHEME, agent_credential, token_digest
 from elasticd_daemon.api.client import AgentClient, Reply, Unreachable, client_context
 from elasticd_daemon.api.schema import Answer
 
@@ -51,7 +51,15 @@ class Peers:
         token = self.token()
         given = None if token is None else agent_credential(token_digest(token), address)
         client = AgentClient(
-            None, host, port, given, context, self.tls_name, AGENT_SCHEME, MAX_ANSWER_BYTES, bounded_json.MAX_VALUES
+            None,
+            host,
+            port,
+            given,
+            context,
+            self.tls_name,
+            AGENT_AUTH_SCHEME,
+            MAX_ANSWER_BYTES,
+            bounded_json.MAX_VALUES,
         )
         reply = client.request(method, path, query, within_s=within_s)
         if reply.code in (401, 403):

@@ -15,7 +15,7 @@ import msgspec
 from elasticd.errors import UsageError
 from elasticd_agent.config.quantities import Seconds, Size, decode_quantity, format_size
 from elasticd_agent.model.phrases import did_you_mean, listing, shortened
-from elasticd_agent.system.durations import setting_text
+from elasticd_agent.system.durations import format_duration
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -143,7 +143,7 @@ def to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Seconds):
-        return f'"{setting_text(value)}"'
+        return f'"{format_duration(value)}"'
     if isinstance(value, Size):
         return f'"{format_size(value)}"'
     if isinstance(value, (int, float)):

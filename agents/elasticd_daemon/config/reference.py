@@ -19,7 +19,7 @@ from elasticd_agent.config.flag import Flag
 from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import Policy
-from elasticd_agent.system.durations import setting_text
+from elasticd_agent.system.durations import format_duration
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.decode import default_toml, meta_of
 from elasticd_daemon.config.job_file import JobFile
@@ -52,7 +52,7 @@ def job_keys() -> Iterator[KeyDoc]:
         name, default, meta = field.encode_name, default_toml(field), meta_of(field)
         if meta.help:
             if name in POLICY_FIELDS:
-                default = f'"{setting_text(getattr(Policy(), POLICY_FIELDS[name]))}"'
+                default = f'"{format_duration(getattr(Policy(), POLICY_FIELDS[name]))}"'
             yield KeyDoc(name, meta.help, "" if default in ("[]", "{}") else default, meta.example or default)
         else:
             flag = flags[name]

@@ -22,8 +22,8 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.notice_options import parse_service
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
-from elasticd_agent.system.durations import setting_text
-from elasticd_agent.system.files import find_problem
+from elasticd_agent.system.durations import format_duration
+from elasticd_agent.system.files import find_secret_file_problem
 from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 from elasticd_agent.system.network.http_auth import PeerCredentialAuth, read_token
 from elasticd_daemon.config.agent_settings import HealthSettings, HttpSettings, Limits, NodeSettings, StoreSettings
@@ -199,7 +199,7 @@ def _check_health(health: HealthSettings) -> None:
         if not getattr(health, name) > 0:
             raise ConfigError(f"health.{name.removesuffix('_s')}", "0s must be more than 0 seconds")
     if health.every_s <= health.plugin_timeout_s:
-        every, timeout = setting_text(health.every_s), setting_text(health.plugin_timeout_s)
+        every, timeout = format_duration(health.every_s), format_duration(health.plugin_timeout_s)
         raise ConfigError(
             "health.every",
             f"{every} must exceed plugin_timeout {timeout}, so that one look is over before the next begins; raise it "
@@ -208,8 +208,8 @@ def _check_health(health: HealthSettings) -> None:
     if health.cooloff_max_s < health.cooloff_s:
         raise ConfigError(
             "health.cooloff_max",
-            f"{setting_text(health.cooloff_max_s)} must not be less than cooloff {setting_text(health.cooloff_s)}; "
-            f"raise it by {health.cooloff_s - health.cooloff_max_s:.6g} s",
+            f"{format_duration(health.cooloff_max_s)} must not be less than cooloff "
+            f"{format_duration(health.cooloff_s)}; raise it by {health.cooloff_s - health.cooloff_max_s:.6g} s",
         )
     if health.kubernetes != "off":
         try:
@@ -263,5 +263,5 @@ def _check_files(settings: NodeSettings) -> None:
 
 def _check_secret(key: str, path: Path | None) -> None:
     """Check that a file with a secret exists, can be read, and is closed to other users."""
-    if path is not None and (wrong := find_problem(path)) is not None:
+    if path is not None and (wrong := find_secret_file_problem(path)) is not None:
         raise ConfigError(key, wrong)

@@ -306,7 +306,7 @@ class DashboardRoutes:
         if holder is not None:
             cookie = self.cookies.issue(holder.name, holder.access == "operate", request.user)
             return _redirect(target, cookie or "")
-        if wait := self.token.count_wrong(request.host).retry_after_s:
+        if wait := self.token.deny_wrong_token(request.host).retry_after_s:
             why = f"Too many wrong tokens. Try again in {in_words(wait)}."
             return self._login_form(429, why, target, ("Retry-After", str(int(wait) + 1)))
         return self._login_form(401, "That is not the token of this page.", target)

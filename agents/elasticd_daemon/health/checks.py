@@ -128,7 +128,7 @@ class NodeChecks:
     def stop(self) -> None:
         """End a run in progress soon; from any thread."""
         self._stop.wake()
-        self._nvml.stop()
+        self._nvml.cancel_request()
 
     def update(self, settings: NodeSettings) -> None:
         self._settings = settings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from elasticd_agent.system.gpus.nvml import APPLICATION_XIDS, XID_EVENT, describe_event, gpu_name
+from elasticd_agent.system.gpus.nvml import APPLICATION_XIDS, XID_EVENT, describe_event, describe_gpu
 from elasticd_daemon.health.result import CheckResult, GpuUsage, failed, passed, skipped
 
 PRESENT, XIDS = "gpus", "gpu xid"
@@ -71,19 +71,19 @@ def _no_answer(trouble: str, expected: int, seconds: float) -> CheckResult:
 
 
 def _present(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: float) -> CheckResult:
-    lost = [f"{gpu_name(gpu)} does not answer: {gpu['error']}" for gpu in gpus if "error" in gpu]
+    lost = [f"{describe_gpu(gpu)} does not answer: {gpu['error']}" for gpu in gpus if "error" in gpu]
     if len(gpus) < expected:
         lost.append(f"{len(gpus)} GPUs found, {expected} expected (health.gpus sets the number)")
     if lost:
         return failed(PRESENT, "; ".join(lost), seconds)
     names = sorted({str(gpu.get("name", "GPU")) for gpu in gpus})
-    past = [f"{gpu_name(gpu)}: last XID {gpu['last_xid']}" for gpu in gpus if gpu.get("last_xid")]
+    past = [f"{describe_gpu(gpu)}: last XID {gpu['last_xid']}" for gpu in gpus if gpu.get("last_xid")]
     notes = "; ".join([*past, *(note for bad, note in NOTES if any(map(bad, gpus)))])
     return passed(PRESENT, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(notes)}{notes}", seconds)
 
 
 def _each(check: str, gpus: Sequence[Mapping[str, Any]], look: Any, fine: str) -> CheckResult:
-    bad = [f"{gpu_name(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
+    bad = [f"{describe_gpu(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
     return failed(check, "; ".join(bad)) if bad else passed(check, fine)
 
 

@@ -37,7 +37,7 @@ from elasticd_agent.model.job import REQUEUE, TERMINATED, AgentSettings, JobSpec
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
 from elasticd_agent.system.files import open_plain, replace_link
-from elasticd_agent.system.network.control_socket import Verb
+from elasticd_agent.system.network.control_socket import VerbHandler
 from elasticd_agent.system.processes.cgroups import join_group
 from elasticd_agent.system.processes.process import PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 from elasticd_agent.telemetry import event_log, metrics
@@ -232,7 +232,7 @@ class RunnerReporting(Reporting):
         self._metrics = RunnerMetrics(job, node, version())
         return self._metrics
 
-    def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
+    def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, VerbHandler]:
         """Return the verbs of the runner's control socket: poll, status, metrics, leave. Each poll shows that an agent
         lives.
         """

@@ -21,7 +21,13 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.system.network.http_auth import AGENT_SCHEME, BURST, TokenAuth, agent_credential, token_digest
+from elasticd_agent.system.network.http_auth import (
+    AGENT_AUTH_SCHEME,
+    ATTEMPT_BURST,
+    TokenAuth,
+    agent_credential,
+    token_digest,
+)
 from elasticd_agent.system.network.http_server import MAX_BODY_BYTES, MAX_HEAD_BYTES
 from elasticd_daemon.api.client import AgentClient, Unreachable
 from elasticd_daemon.api.server import MAX_CONNECTIONS, ApiServer
@@ -156,8 +162,8 @@ def test_wrong_tokens_are_logged_once_a_minute(serve: Serve, caplog: pytest.LogC
 def test_wrong_tokens_are_limited_by_address_and_lock_nobody_out(serve: Serve) -> None:
     one = serve()
     stranger = one.tcp("not-the-token-but-of-the-right-length")
-    codes = [stranger.get("/v1/jobs").code for _ in range(BURST + 1)]
-    assert codes == [401] * BURST + [429]
+    codes = [stranger.get("/v1/jobs").code for _ in range(ATTEMPT_BURST + 1)]
+    assert codes == [401] * ATTEMPT_BURST + [429]
     assert int(stranger.get("/v1/jobs").headers["retry-after"]) > 0
     assert one.tcp().get("/v1/jobs").code == 200, "from the same address"
 
@@ -504,7 +510,7 @@ def test_token_of_agents_is_no_operators(tmp_path: Path) -> None:
 
         def codes(token: str) -> tuple[int, ...]:
             given = agent_credential(token_digest(token), address)
-            agent = AgentClient(None, *one.address, given, scheme=AGENT_SCHEME)
+            agent = AgentClient(None, *one.address, given, scheme=AGENT_AUTH_SCHEME)
             bearer = one.tcp(token)
             return (
                 agent.get(path).code,

@@ -19,7 +19,7 @@ import pytest
 from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
 from elasticd_agent.model.log_events import TimeSplit
 from elasticd_agent.system.network.addresses import format_endpoint
-from elasticd_agent.system.network.http_auth import AGENT_SCHEME
+from elasticd_agent.system.network.http_auth import AGENT_AUTH_SCHEME
 from elasticd_agent.telemetry.console import Level, QuietConsole
 from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_daemon import keys as names
@@ -673,7 +673,7 @@ def test_forged_node_record_gets_no_token(serve: Serve, tmp_path: Path, until: U
     if not tls:
         credential = received[0].partition(b"Elasticd-Agent ")[2].split()[0].decode()
         for path in ("/v1/jobs", "/v1/local/jobs/llama?number=1"):
-            reply = AgentClient(None, *n1.address, credential, scheme=AGENT_SCHEME).get(path)
+            reply = AgentClient(None, *n1.address, credential, scheme=AGENT_AUTH_SCHEME).get(path)
             assert reply.code == 401, "it is good for nothing elsewhere"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elasticd_agent.system.network.http_auth import ATTEMPT_INTERVAL_S, BURST, MAX_ADDRESSES, GuessLimit
+from elasticd_agent.system.network.http_auth import ATTEMPT_BURST, ATTEMPT_INTERVAL_S, MAX_LIMITED_ADDRESSES, GuessLimit
 from elasticd_daemon.dashboard.login import (
     CODE_LIFETIME_S,
     COOKIE,
@@ -145,7 +145,7 @@ def test_cookie_attributes() -> None:
 def test_attempts_per_address_are_limited() -> None:
     time = Fixed(now=0.0)
     guesses = GuessLimit(time.clock)
-    assert [guesses.attempt("10.0.0.1") for _ in range(BURST)] == [0.0] * BURST
+    assert [guesses.attempt("10.0.0.1") for _ in range(ATTEMPT_BURST)] == [0.0] * ATTEMPT_BURST
     assert guesses.attempt("10.0.0.1") == ATTEMPT_INTERVAL_S
     assert guesses.attempt("10.0.0.2") == 0.0
     time.now += ATTEMPT_INTERVAL_S
@@ -162,10 +162,10 @@ def test_attempts_per_address_are_limited() -> None:
 def test_limit_is_bounded_in_size() -> None:
     time = Fixed(now=0.0)
     guesses = GuessLimit(time.clock)
-    assert sum(guesses.attempt(f"2001:db8::{i:x}") == 0.0 for i in range(100)) == BURST
+    assert sum(guesses.attempt(f"2001:db8::{i:x}") == 0.0 for i in range(100)) == ATTEMPT_BURST
     assert guesses.attempt("::ffff:10.0.0.1") == 0.0
     assert guesses.attempt("2001:db8::1") > 0.0
-    for i in range(MAX_ADDRESSES):
+    for i in range(MAX_LIMITED_ADDRESSES):
         guesses.attempt(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}")
     assert guesses.attempt("2001:db8::1") == 0.0, "what lies furthest back has made room"
 

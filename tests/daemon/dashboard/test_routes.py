@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.etcd.store import EtcdStore
-from elasticd_agent.system.network.http_auth import BURST, TokenAuth
+from elasticd_agent.system.network.http_auth import ATTEMPT_BURST, TokenAuth
 from elasticd_agent.system.network.sockets import peer_user
 from elasticd_daemon import keys as names
 from elasticd_daemon.agent import GC_THRESHOLDS
@@ -271,7 +271,7 @@ def test_reader_of_the_only_usable_token_stays_one(serve: Serve, tmp_path: Path)
 
 def test_wrong_tokens_are_rate_limited(serve: Serve) -> None:
     one = serve()
-    for _ in range(BURST):
+    for _ in range(ATTEMPT_BURST):
         reply = login(one, "not-the-token-at-all")
         assert reply.code == 401 and "set-cookie" not in reply.headers
         assert "not the token of this page" in reply.body.decode()

@@ -98,17 +98,17 @@ def test_last_xid_from_kernel_log(tmp_path: Path) -> None:
         "4,3,2500000,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
         "4,4,3000000,c;NVRM: Xid (PCI:0000:af:00): 63, Row Remapper\n"
     )
-    found = nvml_process.xids(str(log))
+    found = nvml_process.read_last_xids(str(log))
     assert found == {
         "0000:3b:00": "79 at 2 s after boot: GPU has fallen off the bus.",
         "0000:af:00": "63 at 3 s after boot: Row Remapper",
     }
-    assert nvml_process.xids(str(tmp_path / "none")) == {}
+    assert nvml_process.read_last_xids(str(tmp_path / "none")) == {}
 
 
 @pytest.mark.parametrize("bus", ["00000000:3B:00.0", "0000:3b:00"])
 def test_bus_id_spellings(bus: str) -> None:
-    assert nvml_process.short_bus(bus) == "0000:3b:00"
+    assert nvml_process.short_bus_id(bus) == "0000:3b:00"
 
 
 @pytest.mark.parametrize(

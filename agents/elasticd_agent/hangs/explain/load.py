@@ -119,7 +119,7 @@ def verdict_in(folder: EvidenceFolder) -> RecordedVerdict | None:
 
 def ending(events: Path | None) -> str:
     """The end of the job, by the event log, as the end of a sentence; "" if it runs or there is no log."""
-    lines = files.read_lines(events, EVENT_LOG_LIMIT)[0] if events is not None else []
+    lines = files.read_json_lines(events, EVENT_LOG_LIMIT)[0] if events is not None else []
     logged = (line.event for line in map(decode, reversed(lines)) if line is not None)
     last = next((event for event in logged if isinstance(event, RoundPublishedEvent) or ends_job(event)), None)
     return f"; the job has {last.outcome}: {last.reason}" if isinstance(last, JobEndedEvent) else ""
@@ -149,7 +149,7 @@ class _Reader:
 
     def event_lines(self, events: Path | None) -> list[dict[str, Any]]:
         """Return the lines of the event log, none if it cannot be read."""
-        lines, trouble = files.read_lines(events, EVENT_LOG_LIMIT) if events is not None else ([], "")
+        lines, trouble = files.read_json_lines(events, EVENT_LOG_LIMIT) if events is not None else ([], "")
         self.troubles += [trouble] if trouble else []
         return lines
 

@@ -19,10 +19,10 @@ def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return tuple(str(index) for index in range(present))
-    return _chosen(chosen, present)
+    return _parse_visible_devices(chosen, present)
 
 
-def _chosen(chosen: str, present: int) -> tuple[str, ...]:
+def _parse_visible_devices(chosen: str, present: int) -> tuple[str, ...]:
     """CUDA's reading: the list ends before the first entry without a device, and a repeated entry voids it."""
     taken: list[str] = []
     for entry in (part.strip() for part in chosen.split(",")):

@@ -48,7 +48,7 @@ def find_pynvml() -> str:
     return str(Path(spec.origin).parent) if spec is not None and spec.origin is not None else ""
 
 
-def find_nvml() -> str | None:
+def find_pynvml_with_driver() -> str | None:
     """The directory that has pynvml, "" if it is not installed; None on a machine without NVIDIA's driver."""
     return find_pynvml() if any(os.path.exists(path) for path in _DRIVER_FILES) else None
 
@@ -56,16 +56,16 @@ def find_nvml() -> str | None:
 def describe_event(event: Mapping[str, Any]) -> str:
     """A sentence about an event of the driver; "" for a kind of event that was not asked for."""
     if event["type"] == DOUBLE_BIT_EVENT:
-        return f"{gpu_name(event)} had an uncorrectable memory error"
+        return f"{describe_gpu(event)} had an uncorrectable memory error"
     if event["type"] != XID_EVENT:
         return ""
     number = event["data"]
     if number in APPLICATION_XIDS:
-        return f"{gpu_name(event)} had XID {number} ({APPLICATION_XIDS[number]}), which a faulty program can cause"
-    return f"{gpu_name(event)} had XID {number}; see dmesg, and XID {number} in NVIDIA's list of XID errors"
+        return f"{describe_gpu(event)} had XID {number} ({APPLICATION_XIDS[number]}), which a faulty program can cause"
+    return f"{describe_gpu(event)} had XID {number}; see dmesg, and XID {number} in NVIDIA's list of XID errors"
 
 
-def gpu_name(gpu: Mapping[str, Any]) -> str:
+def describe_gpu(gpu: Mapping[str, Any]) -> str:
     if "index" not in gpu:
         return "a GPU that has lost its index"
     return f"GPU {gpu['index']}" + (f" ({gpu['bus']})" if gpu.get("bus") else "")
@@ -79,8 +79,8 @@ def start_nvml_process(pynvml: str) -> HelperProcess:
 class NvmlClient:
     """One NVML process: started by the first request, and anew after it failed to answer.
 
-    A process that survives SIGKILL is not followed by another one while it lives. `stop` may be called from any
-    thread; all else belongs to one thread, with which the process dies.
+    A process that survives SIGKILL is not followed by another one while it lives. `cancel_request` may be called from
+    any thread; all else belongs to one thread, with which the process dies.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class NvmlClient:
         self._answers = queue.SimpleQueue()
         self._stop_reader = Waker()
         reader_args = (helper, self._answers, self._stop_reader.fileno())
-        self._reader = threading.Thread(target=self._read, args=reader_args, name="elasticd-nvml", daemon=True)
+        self._reader = threading.Thread(target=self._read_messages, args=reader_args, name="elasticd-nvml", daemon=True)
         self._reader.start()
         for request in self._at_start:
             helper.send(request, time.monotonic() + CLOSE_S)
@@ -139,8 +139,8 @@ class NvmlClient:
         self.close()
         return {"trouble": trouble}
 
-    def stop(self) -> None:
-        """End a request that waits, without an answer."""
+    def cancel_request(self) -> None:
+        """End a request that waits; it has no answer then."""
         self._answers.put(None)
 
     def close(self) -> None:
@@ -156,10 +156,10 @@ class NvmlClient:
         if helper.close():
             self._unkillable = helper
 
-    def _read(self, helper: HelperProcess, answers: queue.SimpleQueue[Message | None], stop: int) -> None:
+    def _read_messages(self, helper: HelperProcess, answers: queue.SimpleQueue[Message | None], stop_fd: int) -> None:
         with suppress(HelperError):
             while True:
-                message = helper.receive(math.inf, cancel=stop)
+                message = helper.receive(math.inf, cancel=stop_fd)
                 if "event" in message:
                     self._on_event(message["event"])
                 else:

@@ -32,16 +32,16 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-KMSG_LIMIT = 4 << 20
+MAX_KMSG_BYTES = 4 << 20
 """The kernel's own buffer is nearly always smaller."""
-LOST = (15, 16)
+GPU_LOST_ERRORS = (15, 16)
 """nvml.h: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED. Some drivers still return a handle then."""
 Message = dict[str, Any]
 """A request, an answer or an event."""
-MISSING: Message = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
+PYNVML_MISSING: Message = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
 MAX_NVLINKS = 18
 """An H100 or B200 has so many; NVML names more than any GPU has."""
-SETTLED_S = 1.0
+MEMORY_SETTLED_S = 1.0
 """Memory in use that has not shrunk for so long is not being given back."""
 SLACK_BYTES = 256 << 20
 """The driver itself may use so much more than before: a context that another client keeps, page retirement."""
@@ -55,23 +55,23 @@ _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)",
 # ---- facts
 
 
-def gpus(nvml: Any) -> Message:
+def query_gpus(nvml: Any) -> Message:
     """Facts by GPU, under "gpus"; a fact that this GPU or driver does not know is left out."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         return {"gpus": [], "trouble": f"NVML: {error}"}
     try:
-        last_xids = xids()
+        last_xids = read_last_xids()
         return {
-            "driver": _query(nvml, nvml.nvmlSystemGetDriverVersion),
-            "gpus": [_gpu(nvml, index, last_xids) for index in range(nvml.nvmlDeviceGetCount())],
+            "driver": _query_if_known(nvml, nvml.nvmlSystemGetDriverVersion),
+            "gpus": [_query_gpu(nvml, index, last_xids) for index in range(nvml.nvmlDeviceGetCount())],
         }
     finally:
         nvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> Message:
+def _query_gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> Message:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:
@@ -81,7 +81,7 @@ def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> Message:
 
     def query(function: str, *arguments: object) -> Any:
         try:
-            return _query(nvml, lambda: getattr(nvml, function)(handle, *arguments))
+            return _query_if_known(nvml, lambda: getattr(nvml, function)(handle, *arguments))
         except nvml.NVMLError as error:
             lost.append(str(error))
             return None
@@ -90,7 +90,7 @@ def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> Message:
     throttled = query("nvmlDeviceGetCurrentClocksThrottleReasons")
     remapped = query("nvmlDeviceGetRemappedRows") or (None,) * 4
     pci = query("nvmlDeviceGetPciInfo")
-    bus = text(pci.busId) if pci is not None else None
+    bus = decode_if_bytes(pci.busId) if pci is not None else None
     facts = {
         "index": index,
         "name": query("nvmlDeviceGetName"),
@@ -100,7 +100,7 @@ def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> Message:
         "memory_used_bytes": memory.used if memory is not None else None,
         "memory_total_bytes": memory.total if memory is not None else None,
         "temperature_c": query("nvmlDeviceGetTemperature", getattr(nvml, "NVML_TEMPERATURE_GPU", 0)),
-        "power_w": _scaled(query("nvmlDeviceGetPowerUsage"), 1000),
+        "power_w": _divide_if_known(query("nvmlDeviceGetPowerUsage"), 1000),
         "sm_clock_mhz": query("nvmlDeviceGetClockInfo", getattr(nvml, "NVML_CLOCK_SM", 1)),
         "throttle_reasons": hex(throttled) if throttled is not None else None,
         "ecc_uncorrected": query("nvmlDeviceGetTotalEccErrors", 1, 0),
@@ -108,19 +108,19 @@ def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> Message:
         "remap_rows_uncorrected": remapped[1],
         "remap_pending": remapped[2],
         "remap_failed": remapped[3],
-        "nvlinks_active": _active_links(query),
+        "nvlinks_active": _active_nvlinks(query),
         "fabric": query_fabric(nvml, handle),
         "persistence": query("nvmlDeviceGetPersistenceMode"),
         "mig": (query("nvmlDeviceGetMigMode") or [None])[0],
-        "last_xid": last_xids.get(short_bus(bus)) if bus is not None else None,
+        "last_xid": last_xids.get(short_bus_id(bus)) if bus is not None else None,
         "pids": [process.pid for process in query("nvmlDeviceGetComputeRunningProcesses") or ()],
     }
     if lost:
         return {"index": index, "error": lost[0]}
-    return {name: text(value) for name, value in facts.items() if value is not None}
+    return {name: decode_if_bytes(value) for name, value in facts.items() if value is not None}
 
 
-def _active_links(query: Callable[..., Any]) -> int | None:
+def _active_nvlinks(query: Callable[..., Any]) -> int | None:
     """Active NVLinks; None on a GPU without NVLink."""
     states = [query("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)]
     known = [state for state in states if state is not None]
@@ -137,11 +137,11 @@ def query_fabric(nvml: Any, handle: Any) -> list[int] | None:
 
     state: list[int] | None = None
     with contextlib.suppress(nvml.NVMLError):  # it is lost, which the other facts say
-        state = _query(nvml, ask)
+        state = _query_if_known(nvml, ask)
     return state
 
 
-def xids(path: str = "/dev/kmsg") -> dict[str, str]:
+def read_last_xids(path: str = "/dev/kmsg") -> dict[str, str]:
     """The last XID in the kernel's log, the driver's report of a GPU fault, by bus id; {} if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -150,14 +150,14 @@ def xids(path: str = "/dev/kmsg") -> dict[str, str]:
     last_xids: dict[str, str] = {}
     try:
         size = 0
-        while size < KMSG_LIMIT:
+        while size < MAX_KMSG_BYTES:
             record = os.read(fd, 1 << 16)  # /dev/kmsg returns one record a read
             if not record:
                 break
             size += len(record)
             for match in _XID.finditer(record):
-                at_us, bus, number, what = (text(part) for part in match.groups())
-                last_xids[short_bus(bus.removeprefix("PCI:"))] = (
+                at_us, bus, number, what = (decode_if_bytes(part) for part in match.groups())
+                last_xids[short_bus_id(bus.removeprefix("PCI:"))] = (
                     f"{number} at {int(at_us) / 1e6:.0f} s after boot: {what[:120]}"
                 )
     except OSError:  # EAGAIN: that was all; EPIPE: it was overwritten meanwhile
@@ -167,28 +167,28 @@ def xids(path: str = "/dev/kmsg") -> dict[str, str]:
     return last_xids
 
 
-def short_bus(bus: str) -> str:
+def short_bus_id(bus: str) -> str:
     """ "00000000:3B:00.0" and "0000:3b:00" are the same."""
     return bus.lower().rpartition(".")[0][-10:] if "." in bus else bus.lower()[-10:]
 
 
-def text(value: Any) -> Any:
+def decode_if_bytes(value: Any) -> Any:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-def _query(nvml: Any, act: Callable[[], Any]) -> Any:
+def _query_if_known(nvml: Any, act: Callable[[], Any]) -> Any:
     """None if this GPU, driver or binding does not know it. Raises NVMLError if the GPU is lost."""
     try:
         return act()
     except AttributeError:
         return None
     except nvml.NVMLError as error:
-        if getattr(error, "value", None) in LOST:
+        if getattr(error, "value", None) in GPU_LOST_ERRORS:
             raise
         return None
 
 
-def _scaled(value: Any, by: int) -> Any:
+def _divide_if_known(value: Any, by: int) -> Any:
     return value / by if value is not None else None
 
 
@@ -201,7 +201,7 @@ class GpuHandle:
     def __init__(self, nvml: Any, name: str, index: int, handle: Any) -> None:
         self.name, self.index, self.handle = name, index, handle
         self._nvml = nvml
-        self._idle = self._unexplained(self._processes())
+        self._idle = self._unlisted_bytes(self._processes())
         """The driver's own, and that of processes that NVML does not list, before the job has run."""
         self.held: dict[int, int] = {}
         self._beside = math.inf
@@ -215,18 +215,18 @@ class GpuHandle:
             self.held, self._beside = {}, math.inf
         if used:
             self.held |= used
-            self._beside = min(self._beside, self._unexplained(processes))  # some may be ending already
+            self._beside = min(self._beside, self._unlisted_bytes(processes))  # some may be ending already
 
     def holders(self, pids: Collection[int], now: float) -> tuple[list[int], bool]:
         """Those of `pids` that hold memory, and whether to wait: they do, or what they held is not given back."""
         processes = self._processes()
         listed = [process.pid for process in processes if process.pid in pids]
         owed = sum(used for pid, used in self.held.items() if pid in pids)
-        used = self._unexplained(processes)
+        used = self._unlisted_bytes(processes)
         if used < self._least[0] or listed:
             self._least = used, now
         left = used - (self._beside if owed else self._idle)
-        shrinks = now < self._least[1] + SETTLED_S
+        shrinks = now < self._least[1] + MEMORY_SETTLED_S
         return listed, bool(listed) or (left > SLACK_BYTES and (left <= owed + SLACK_BYTES or shrinks))
 
     def begin_wait(self, now: float) -> None:
@@ -239,7 +239,7 @@ class GpuHandle:
         except self._nvml.NVMLError:
             return []
 
-    def _unexplained(self, processes: list[Any]) -> float:
+    def _unlisted_bytes(self, processes: list[Any]) -> float:
         """Bytes in use that no process is listed with; 0 if unknown."""
         try:
             used = self._nvml.nvmlDeviceGetMemoryInfo(self.handle).used
@@ -253,12 +253,12 @@ class MemoryHolderObserver:
 
     def __init__(self, nvml: Any, names: Collection[str]) -> None:
         nvml.nvmlInit()
-        by_name = named_handles(nvml, names)
+        by_name = handles_by_name(nvml, names)
         self._names = sorted(names) or [""]
         self._known = by_name is not None
         self._pids: Mapping[int, str] = {}
         if by_name is None:
-            by_name = handles(nvml)
+            by_name = handles_by_index(nvml)
         self._gpus = [GpuHandle(nvml, name, index, handle) for name, (index, handle) in by_name.items()]
 
     def sample(self, pids: Collection[int]) -> None:
@@ -287,7 +287,7 @@ class MemoryHolderObserver:
         return holders, busy if own or not busy else self._names
 
 
-def handles(nvml: Any) -> dict[str, tuple[int, Any]]:
+def handles_by_index(nvml: Any) -> dict[str, tuple[int, Any]]:
     """Index and handle of each GPU by its index as a string. A lost GPU is left out."""
     by_index = {}
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -296,17 +296,17 @@ def handles(nvml: Any) -> dict[str, tuple[int, Any]]:
     return by_index
 
 
-def named_handles(nvml: Any, names: Collection[str]) -> dict[str, tuple[int, Any]] | None:
+def handles_by_name(nvml: Any, names: Collection[str]) -> dict[str, tuple[int, Any]] | None:
     """The GPUs that CUDA_VISIBLE_DEVICES names so, by these names; None if one is unknown, or there are no names.
 
     CUDA numbers the fastest model first, NVML goes by the bus: numbers are unknown where there are several models.
     """
-    by_index = handles(nvml)
+    by_index = handles_by_index(nvml)
     by_uuid, models = {}, set()
     for index, handle in by_index.values():
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             models.add(nvml.nvmlDeviceGetName(handle))
-            by_uuid[text(nvml.nvmlDeviceGetUUID(handle))] = index, handle
+            by_uuid[decode_if_bytes(nvml.nvmlDeviceGetUUID(handle))] = index, handle
     if len(models) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         by_index = {}
     by_name = {}
@@ -325,13 +325,13 @@ def bus_ids(nvml: Any, names: Collection[str]) -> list[str]:
     nvml.nvmlInit()
 
     def bus_id(handle: Any) -> str:
-        pci = _query(nvml, lambda: nvml.nvmlDeviceGetPciInfo(handle))
-        return "" if pci is None else str(text(pci.busId))
+        pci = _query_if_known(nvml, lambda: nvml.nvmlDeviceGetPciInfo(handle))
+        return "" if pci is None else str(decode_if_bytes(pci.busId))
 
     def whole(handle: Any) -> Any:  # the GPU of which it is a part (MIG)
-        return _query(nvml, lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle))
+        return _query_if_known(nvml, lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle))
 
-    by_name = named_handles(nvml, names)
+    by_name = handles_by_name(nvml, names)
     return [] if by_name is None else [bus_id(by_name[name][1]) or bus_id(whole(by_name[name][1])) for name in names]
 
 
@@ -374,7 +374,7 @@ class EventThread:
     def _register(self, events: Any) -> int:
         nvml, registered = self._nvml, 0
         types = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
-        for _, handle in (named_handles(nvml, self._names) or handles(nvml)).values():
+        for _, handle in (handles_by_name(nvml, self._names) or handles_by_index(nvml)).values():
             try:
                 nvml.nvmlDeviceRegisterEvents(handle, types & nvml.nvmlDeviceGetSupportedEventTypes(handle), events)
                 registered += 1
@@ -386,7 +386,7 @@ class EventThread:
         event: Message = {"type": int(data.eventType), "data": int(data.eventData)}
         try:
             event["index"] = self._nvml.nvmlDeviceGetIndex(data.device)
-            event["uuid"] = text(self._nvml.nvmlDeviceGetUUID(data.device))
+            event["uuid"] = decode_if_bytes(self._nvml.nvmlDeviceGetUUID(data.device))
         except self._nvml.NVMLError:
             pass  # it has fallen off the bus
         self._send({"event": event})
@@ -405,7 +405,7 @@ class Server:
 
     def handle(self, request: Message) -> None:
         try:
-            answer = MISSING if self._nvml is None else self._answer(request)
+            answer = PYNVML_MISSING if self._nvml is None else self._answer(request)
         except self._nvml.NVMLError as error:
             answer = {"gpus": [], "trouble": f"NVML: {error}"}
         if request["do"] in ("gpus", "holders", "buses"):
@@ -414,7 +414,7 @@ class Server:
     def _answer(self, request: Message) -> Message:
         match request["do"]:
             case "gpus":
-                return gpus(self._nvml)
+                return query_gpus(self._nvml)
             case "buses":
                 return {"buses": bus_ids(self._nvml, request["gpus"])}
             case "events":

@@ -28,7 +28,7 @@ _ANY_PORT = 9  # a route does not depend on it; 9 is "discard"
 # 5014).
 _IPV6_ADDR_PREFERENCES = 72
 _IPV6_PREFER_SRC_PUBLIC = 0x0002
-_NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")  # RFC 1035's limits
+_HOST_NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")  # RFC 1035's limits
 
 
 def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None) -> str:
@@ -38,7 +38,7 @@ def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None
     route to an endpoint. Loopback only when all endpoints are on loopback. Raises StoreUnavailable while no endpoint's
     name is known or no route leads to it, UsageError for what cannot become right by itself.
     """
-    return str(_address_towards(endpoints) if given is None else _check_given(given, endpoints))
+    return str(_address_reaching(endpoints) if given is None else _check_given_address(given, endpoints))
 
 
 def is_local(host: str) -> bool:
@@ -48,11 +48,11 @@ def is_local(host: str) -> bool:
     torchrun matches its endpoint's host like this. A name that also means another machine is not local: otherwise each
     of the two would host the store.
     """
-    name = _name(host)
-    if name in _LOOPBACK_NAMES or name == _name(socket.gethostname()):
+    name = _normalize_host_name(host)
+    if name in _LOOPBACK_NAMES or name == _normalize_host_name(socket.gethostname()):
         return True
-    reached = [own for ip in _resolved(host) if (own := _is_assigned(ip)) is not None]
-    return all(reached) if reached else name == _full_name()
+    reached = [own for ip in _resolve(host) if (own := _is_assigned(ip)) is not None]
+    return all(reached) if reached else name == _canonical_host_name()
 
 
 def format_endpoint(host: str, port: int) -> str:
@@ -70,11 +70,11 @@ def parse_endpoint(text: str, default_port: int | None = None) -> tuple[str, int
         raise UsageError(f"{text!r} is not HOST:PORT")
     host, port = parts.groups()
     if host.startswith("["):
-        host, kind, valid = host[1:-1], "an IPv6 address", isinstance(_literal(host[1:-1]), ipaddress.IPv6Address)
+        host, kind, valid = host[1:-1], "an IPv6 address", isinstance(_parse_ip(host[1:-1]), ipaddress.IPv6Address)
     elif re.fullmatch("[0-9.]+", host):
-        kind, valid = "an IPv4 address", _literal(host) is not None
+        kind, valid = "an IPv4 address", _parse_ip(host) is not None
     else:
-        kind, valid = "the name of a host", len(host) <= 253 and _NAME.fullmatch(host) is not None
+        kind, valid = "the name of a host", len(host) <= 253 and _HOST_NAME.fullmatch(host) is not None
     if not valid:
         raise UsageError(f"{text!r}: {host!r} is not {kind}")
     if port is None and default_port is not None:
@@ -92,21 +92,21 @@ def try_parse_endpoint(text: str) -> tuple[str, int] | None:
         return None
 
 
-def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
+def _address_reaching(towards: Sequence[tuple[str, int]]) -> Ip:
     loopback: Ip | None = None
     elsewhere = False  # an endpoint that is here by the name under which others know this machine
     for host, _ in towards:
-        for ip in _resolved(host):
-            source = None if ip.is_unspecified else _source(ip)
+        for ip in _resolve(host):
+            source = None if ip.is_unspecified else _source_address(ip)
             if source is not None and not source.is_loopback:
                 return source
             if source is not None:
                 loopback = loopback or source
-                elsewhere = elsewhere or not _means_loopback(host)
+                elsewhere = elsewhere or not _is_loopback_everywhere(host)
     named = ", ".join(format_endpoint(*endpoint) for endpoint in towards) or "anything"
     if elsewhere:
         for ip in map(ipaddress.ip_address, _DEFAULT_ROUTE_TARGETS):
-            source = _source(ip)
+            source = _source_address(ip)
             if source is not None and not source.is_loopback:
                 return source
         raise UsageError(
@@ -114,7 +114,7 @@ def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
             "address for others; name it with --local-addr"
         )
     if loopback is None:
-        if towards and not any(_resolved(host) for host, _ in towards):
+        if towards and not any(_resolve(host) for host, _ in towards):
             raise StoreUnavailable(
                 f"{named} cannot be resolved: the name is not known; check the endpoint's spelling, and DNS"
             )
@@ -125,50 +125,52 @@ def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
     return loopback
 
 
-def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
+def _check_given_address(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
     """Return the address that the user has named, if it is one of this machine and others can reach it.
 
     Raises UsageError, with the address that would be right.
     """
-    named = _resolved(given)
+    named = _resolve(given)
     own = [ip for ip in named if _is_assigned(ip)]
     outside = [ip for ip in own if not ip.is_loopback]
     if outside:
         return outside[0]
     if not named:
-        raise UsageError(f"--local-addr {given}: no such name or address; {_suggestion(towards)}")
+        raise UsageError(f"--local-addr {given}: no such name or address; {_suggest_address(towards)}")
     if not own:
         listed = ", ".join(map(str, named))
         which = f"{listed} is" if listed == given else f"it means {listed}, which is"
         if any(ip.is_link_local and ip.version == 6 and "%" not in str(ip) for ip in named):
-            raise UsageError(f"--local-addr {given}: add the interface, as in fe80::1%eth0; {_suggestion(towards)}")
-        raise UsageError(f"--local-addr {given}: {which} not an address of this machine; {_suggestion(towards)}")
-    if not _means_loopback(given) and towards:
-        return _address_towards(towards)
+            raise UsageError(
+                f"--local-addr {given}: add the interface, as in fe80::1%eth0; {_suggest_address(towards)}"
+            )
+        raise UsageError(f"--local-addr {given}: {which} not an address of this machine; {_suggest_address(towards)}")
+    if not _is_loopback_everywhere(given) and towards:
+        return _address_reaching(towards)
     if all(is_local(host) for host, _ in towards):
         return own[0]
-    raise UsageError(f"--local-addr {given}: it cannot be reached from another machine; {_suggestion(towards)}")
+    raise UsageError(f"--local-addr {given}: it cannot be reached from another machine; {_suggest_address(towards)}")
 
 
-def _suggestion(towards: Sequence[tuple[str, int]]) -> str:
+def _suggest_address(towards: Sequence[tuple[str, int]]) -> str:
     """Return what to write instead of the given address."""
     try:
-        right = str(_address_towards(towards))
+        right = str(_address_reaching(towards))
     except (UsageError, StoreUnavailable):
         return "leave it out to use the address the endpoint is reached from"
     return f"leave it out to use {right}, from which the endpoint is reached"
 
 
-def _resolved(host: str) -> list[Ip]:
+def _resolve(host: str) -> list[Ip]:
     """The addresses of a name, best first (RFC 6724), or none."""
     try:
         infos = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
     except (OSError, ValueError):  # an unknown name, or not a name at all
         return []
-    return list(dict.fromkeys(_ip(address) for _, _, _, _, address in infos))
+    return list(dict.fromkeys(_ip_of_sockaddr(address) for _, _, _, _, address in infos))
 
 
-def _ip(where: tuple[Any, ...]) -> Ip:
+def _ip_of_sockaddr(where: tuple[Any, ...]) -> Ip:
     """The address in a socket's address: an IPv6 one with its interface, an IPv4-mapped one as IPv4."""
     text = str(where[0]).partition("%")[0]
     ip = ipaddress.ip_address(text)
@@ -179,7 +181,7 @@ def _ip(where: tuple[Any, ...]) -> Ip:
     return ip
 
 
-def _source(ip: Ip) -> Ip | None:
+def _source_address(ip: Ip) -> Ip | None:
     """The address from which this machine would contact `ip`; None without a route."""
     family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
     try:
@@ -196,7 +198,7 @@ def _source(ip: Ip) -> Ip | None:
             else:
                 sock.setsockopt(socket.IPPROTO_IPV6, _IPV6_ADDR_PREFERENCES, _IPV6_PREFER_SRC_PUBLIC)
                 sock.connect((text, _ANY_PORT, 0, socket.if_nametoindex(interface) if interface else 0))
-            return _ip(sock.getsockname())
+            return _ip_of_sockaddr(sock.getsockname())
         except OSError:
             return None
 
@@ -206,42 +208,42 @@ def _is_assigned(ip: Ip) -> bool | None:
     if ip.is_loopback:
         return True
     # A machine contacts its own address from that address.
-    source = _source(ip)
+    source = _source_address(ip)
     return None if source is None else int(source) == int(ip) and source.version == ip.version
 
 
-def _means_loopback(host: str) -> bool:
+def _is_loopback_everywhere(host: str) -> bool:
     """True if `host` is loopback on every machine, and not only by this machine's host table."""
-    ip = _literal(host)
-    return _name(host) in _LOOPBACK_NAMES or (ip is not None and ip.is_loopback)
+    ip = _parse_ip(host)
+    return _normalize_host_name(host) in _LOOPBACK_NAMES or (ip is not None and ip.is_loopback)
 
 
-def _full_name() -> str:
+def _canonical_host_name() -> str:
     try:
         infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM, flags=socket.AI_CANONNAME)
     except (OSError, ValueError):
         return ""
-    return _name(infos[0][3])
+    return _normalize_host_name(infos[0][3])
 
 
-def _name(host: str) -> str:
+def _normalize_host_name(host: str) -> str:
     return host.rstrip(".").lower()
 
 
-def _literal(text: str) -> Ip | None:
+def _parse_ip(text: str) -> Ip | None:
     try:
         return ipaddress.ip_address(text)
     except ValueError:
         return None
 
 
-GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def gloo_environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
     """The variable with which gloo listens at this node's `address`; nothing if the user has chosen."""
-    interface = None if GLOO_VARIABLE in environ else interface_of(address)
-    return {} if interface is None else {GLOO_VARIABLE: interface}
+    interface = None if GLOO_INTERFACE_VARIABLE in environ else interface_of(address)
+    return {} if interface is None else {GLOO_INTERFACE_VARIABLE: interface}
 
 
 def interface_of(address: str) -> str | None:
@@ -249,10 +251,10 @@ def interface_of(address: str) -> str | None:
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(wanted, ipaddress.IPv6Address) and wanted.ipv4_mapped is not None:
         wanted = wanted.ipv4_mapped
-    names = [name for name, ip in _addresses() if ip == wanted]
+    names = [name for name, ip in _interface_addresses() if ip == wanted]
     scope = address.partition("%")[2]  # a link-local address names its interface
     if not names and wanted.is_loopback:
-        names = [name for name, ip in _addresses() if ip.is_loopback]  # all of 127.0.0.0/8 is here
+        names = [name for name, ip in _interface_addresses() if ip.is_loopback]  # all of 127.0.0.0/8 is here
     return next((name for name in names if scope in ("", name)), None)
 
 
@@ -268,7 +270,7 @@ _IfAddrs._fields_ = (
 )
 
 
-def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+def _interface_addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """(interface, address) in gloo's order."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_IfAddrs)()

@@ -5,9 +5,9 @@ whenever the deciding thread gives it; verbs are answered at once, one at a time
 socket is in a private directory, and the kernel identifies the caller.
 
 Requests are small and their number is bounded, so a caller that sends without end, or never reads, holds one of
-`MAX_CALLERS` places for ANSWER_S and no more. The answer to a request that nobody waits for any more is dropped. The
-deciding thread is never called from here: it finds a message in its inbox, and replies from its own turn through a
-queue, so a stuck agent shows as an answer that does not come.
+`MAX_CALLERS` places for ANSWER_TIMEOUT_S and no more. The answer to a request that nobody waits for any more is
+dropped. The deciding thread is never called from here: it finds a message in its inbox, and replies from its own turn
+through a queue, so a stuck agent shows as an answer that does not come.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from elasticd_agent.system.network.sockets import peer_credentials, shut_down
 SOCKET_NAME = "control"
 """The socket's name in the agent's runtime directory."""
 MAX_CALLERS = 8
-REQUEST_BYTES = 16 << 10
-ANSWER_BYTES = 1 << 20
-ANSWER_S = 30.0
+MAX_REQUEST_BYTES = 16 << 10
+MAX_ANSWER_BYTES = 1 << 20
+ANSWER_TIMEOUT_S = 30.0
 """Evidence takes 3 s by default; an agent that has not answered by then is stuck."""
 
-Reply = Callable[[Path | str], None]
-_Replies = queue.SimpleQueue[Path | str | None]
-Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+ReplyCallback = Callable[[Path | str], None]
+_ReplyQueue = queue.SimpleQueue[Path | str | None]
+VerbHandler = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Answers a request at once, on a caller's thread, from known state."""
 
 
@@ -52,7 +52,7 @@ class DumpRequested:
     says why there is none; from any thread, once."""
 
     out: Path | None
-    reply: Reply = field(compare=False)
+    reply: ReplyCallback = field(compare=False)
 
 
 class ControlServer:
@@ -64,13 +64,13 @@ class ControlServer:
         post: Callable[[DumpRequested], None],
         about: Mapping[str, Any] | None = None,
         users: Sequence[int] | None = None,
-        verbs: Mapping[str, Verb] | None = None,
+        verbs: Mapping[str, VerbHandler] | None = None,
     ) -> None:
         """`users` may call, by default root and this user; `verbs` are added to about and dump. Raises OSError."""
         self._path = path
         self._post = post
         about = dict(about or {})
-        self._verbs: dict[str, Verb] = {"about": lambda _: {**about, "pid": os.getpid()}, **(verbs or {})}
+        self._verbs: dict[str, VerbHandler] = {"about": lambda _: {**about, "pid": os.getpid()}, **(verbs or {})}
         self._users = (0, os.geteuid()) if users is None else tuple(users)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -81,7 +81,7 @@ class ControlServer:
         except OSError:
             self._listener.close()
             raise
-        self._callers: dict[socket.socket, _Replies] = {}
+        self._callers: dict[socket.socket, _ReplyQueue] = {}
         self._lock = threading.Lock()  # guards the callers
         self._answering = threading.Lock()  # verbs are not made for several threads
         self._closing = False
@@ -118,11 +118,11 @@ class ControlServer:
             threading.Thread(target=self._serve, args=(sock,), name="elasticd-control", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        """Read one request, answer it, and close. Bounded by ANSWER_S on both sides."""
-        sock.settimeout(ANSWER_S)
+        """Read one request, answer it, and close. Bounded by ANSWER_TIMEOUT_S on both sides."""
+        sock.settimeout(ANSWER_TIMEOUT_S)
         try:
             with contextlib.suppress(OSError), sock.makefile("rb") as lines:
-                line = lines.readline(REQUEST_BYTES)
+                line = lines.readline(MAX_REQUEST_BYTES)
                 if line.endswith(b"\n") and (answer := self._answer(line, self._callers[sock])) is not None:
                     sock.sendall(json.dumps(answer).encode("utf-8", "backslashreplace") + b"\n")
         finally:
@@ -130,7 +130,7 @@ class ControlServer:
                 del self._callers[sock]
                 sock.close()
 
-    def _answer(self, line: bytes, replies: _Replies) -> Mapping[str, Any] | None:
+    def _answer(self, line: bytes, replies: _ReplyQueue) -> Mapping[str, Any] | None:
         """None: the server was closed first."""
         try:
             request = json.loads(line)
@@ -144,9 +144,9 @@ class ControlServer:
                 return {"error": "out must be an absolute path"}
             self._post(DumpRequested(None if out is None else Path(out), replies.put))
             try:
-                reply = replies.get(timeout=ANSWER_S)
+                reply = replies.get(timeout=ANSWER_TIMEOUT_S)
             except queue.Empty:
-                return {"error": f"the agent did not answer within {ANSWER_S:.0f} s"}
+                return {"error": f"the agent did not answer within {ANSWER_TIMEOUT_S:.0f} s"}
             return {"path": str(reply)} if isinstance(reply, Path) else None if reply is None else {"error": reply}
         if not isinstance(name, str) or name not in self._verbs:
             known = ", ".join(["about", "dump", *(verb for verb in self._verbs if verb != "about")])
@@ -161,12 +161,12 @@ class ControlServer:
 def send_request(
     path: Path,
     request: Mapping[str, Any],
-    within_s: float = ANSWER_S + 5,
-    users: Sequence[int] | None = None,
-    process: int | None = None,
+    within_s: float = ANSWER_TIMEOUT_S + 5,
+    server_users: Sequence[int] | None = None,
+    server_pid: int | None = None,
 ) -> Message:
-    """The answer of the agent at this socket, which must be one of `users`, by default root or us, and the process with
-    this pid, if given. Raises ControlSocketError."""
+    """The answer of the agent at this socket, which must be one of `server_users`, by default root or us, and the
+    process `server_pid`, if given. Raises ControlSocketError."""
     until = time.monotonic() + within_s
     received = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -175,12 +175,12 @@ def send_request(
             with short_path(path) as name:
                 sock.connect(name)
             pid, user, _ = peer_credentials(sock)
-            if user not in ((0, os.geteuid()) if users is None else users):
+            if user not in ((0, os.geteuid()) if server_users is None else server_users):
                 raise ControlSocketError(f"{path} belongs to another user")
-            if process not in (None, pid):
+            if server_pid not in (None, pid):
                 raise ControlSocketError(f"{path} belongs to another process")
             sock.sendall(json.dumps(request).encode() + b"\n")
-            while b"\n" not in received and len(received) <= ANSWER_BYTES:
+            while b"\n" not in received and len(received) <= MAX_ANSWER_BYTES:
                 if (left_s := until - time.monotonic()) <= 0:
                     raise TimeoutError
                 sock.settimeout(left_s)

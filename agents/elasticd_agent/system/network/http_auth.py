@@ -40,13 +40,13 @@ from elasticd_agent.system.network.sockets import peer_credentials
 
 MIN_TOKEN_LENGTH = 32
 """A shorter one could be guessed; `openssl rand -hex 32` makes a good one."""
-REPORT_INTERVAL_S = 60.0
-BURST = 5
+DENIAL_LOG_INTERVAL_S = 60.0
+ATTEMPT_BURST = 5
 ATTEMPT_INTERVAL_S = 10.0
 """Wrong tokens from one address at once, and the interval of further ones."""
-MAX_ADDRESSES = 1024
-AGENT_SCHEME = "Elasticd-Agent"
-AGENTS_PATH = "/v1/local/"
+MAX_LIMITED_ADDRESSES = 1024
+AGENT_AUTH_SCHEME = "Elasticd-Agent"
+AGENTS_PATH_PREFIX = "/v1/local/"
 Access = Literal["read", "operate", "agent"]
 """`agent`: another node's, which asks only for what this node has itself."""
 _log = logging.getLogger("elasticd.http")
@@ -71,8 +71,8 @@ class Caller:
         """Why this caller may not make this request; "" if it may."""
         if self.access == "read" and method not in ("GET", "HEAD"):
             return "this token may only read: it is in http.read_only of agent.toml"
-        if self.access == "agent" and not path.startswith(AGENTS_PATH):
-            return f"an agent may only ask for {AGENTS_PATH}"
+        if self.access == "agent" and not path.startswith(AGENTS_PATH_PREFIX):
+            return f"an agent may only ask for {AGENTS_PATH_PREFIX}"
         return ""
 
 
@@ -113,7 +113,7 @@ class PeerCredentialAuth:
 
     def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> Caller | AccessDenied:
         _, uid, gid = peer_credentials(sock)
-        if uid in (0, os.geteuid()) or uid in self.users or (self.groups and self.groups & {gid, *_groups(sock)}):
+        if uid in (0, os.geteuid()) or uid in self.users or (self.groups and self.groups & {gid, *_peer_groups(sock)}):
             return Caller("root" if uid == 0 else f"uid {uid}")
         return AccessDenied(
             403,
@@ -187,9 +187,9 @@ class TokenAuth:
         caller: Caller | None = None
         if scheme.lower() == "bearer":
             caller = self.holder(given)
-        elif scheme.lower() == AGENT_SCHEME.lower():
-            caller = self._agent(given)
-        return self.count_wrong(host) if caller is None else replace(caller, host=host)
+        elif scheme.lower() == AGENT_AUTH_SCHEME.lower():
+            caller = self._authenticate_agent(given)
+        return self.deny_wrong_token(host) if caller is None else replace(caller, host=host)
 
     def holder(self, given: str) -> Caller | None:
         """The caller whose token it is. All are compared, in constant time, by their digests, which hide lengths."""
@@ -197,19 +197,19 @@ class TokenAuth:
         holders = [caller for caller, file in self._files.items() if hmac.compare_digest(digest, file.read()[0] or b"")]
         return holders[0] if holders else None
 
-    def _agent(self, given: str) -> Caller | None:
+    def _authenticate_agent(self, given: str) -> Caller | None:
         digest = None if self._agents is None else self._agents.read()[0]
         if digest is None or not self.address or not given.isascii():
             return None
         right = hmac.compare_digest(given.strip(), agent_credential(digest, self.address))
         return Caller("an agent", access="agent") if right else None
 
-    def count_wrong(self, host: str) -> AccessDenied:
-        """The denial of a wrong token. It is logged, at most once every REPORT_INTERVAL_S."""
+    def deny_wrong_token(self, host: str) -> AccessDenied:
+        """The denial of a wrong token. It is logged, at most once every DENIAL_LOG_INTERVAL_S."""
         wait_s = self.guesses.attempt(host)
         with self._lock:
             self._unreported += 1
-            count, due = self._unreported, time.monotonic() >= self._reported_at + REPORT_INTERVAL_S
+            count, due = self._unreported, time.monotonic() >= self._reported_at + DENIAL_LOG_INTERVAL_S
             if due:
                 self._unreported, self._reported_at = 0, time.monotonic()
         if due:
@@ -235,7 +235,7 @@ class TokenAuth:
         files = dict.fromkeys([*self._files.values(), *([] if self._agents is None else [self._agents])])
         return "; ".join(problem for file in files if (problem := file.read()[1]))
 
-    def token(self) -> str | None:
+    def agents_token(self) -> str | None:
         """The agents' token, for requests to another agent; None if there is no usable one."""
         if self._agents is None or self._agents.read()[0] is None:
             return None
@@ -260,9 +260,9 @@ class GuessLimit:
         with self._lock:
             # The time when all attempts so far have expired: one number holds how many are left.
             own = max(now, self._by_address.pop(key, 0.0))
-            wait = max(0.0, own - (BURST - 1) * ATTEMPT_INTERVAL_S - now)
+            wait = max(0.0, own - (ATTEMPT_BURST - 1) * ATTEMPT_INTERVAL_S - now)
             self._by_address[key] = own if wait else own + ATTEMPT_INTERVAL_S
-            while len(self._by_address) > MAX_ADDRESSES:
+            while len(self._by_address) > MAX_LIMITED_ADDRESSES:
                 self._by_address.popitem(last=False)
             return wait
 
@@ -301,7 +301,7 @@ def token_digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-def _groups(sock: socket.socket) -> tuple[int, ...]:
+def _peer_groups(sock: socket.socket) -> tuple[int, ...]:
     """The caller's supplementary groups; none where the kernel does not report them."""
     try:
         data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
