@@ -144,7 +144,7 @@ class Served:
             file.write(raw_line(kind, wall, round, **more))
 
     def close(self) -> None:
-        assert self.server.close(within=DEADLINE)
+        assert self.server.close(within_s=DEADLINE)
 
     def _ask(self, files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         found = self.answers.get(str(request["do"]))

@@ -30,7 +30,7 @@ from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord,
 from elasticd_agent.model.reports import GroupTail, HangReport, RankReport
 from elasticd_agent.rendezvous.probe import ProbeAlive
 from elasticd_agent.system.network.http_auth import TokenAuth
-from elasticd_agent.system.network.http_server import HttpRequest, _Handler
+from elasticd_agent.system.network.http_server import HttpRequest, _RequestHandler
 from elasticd_agent.telemetry.report import Report
 from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_agent.torchrun_plugin.member import JobClosed
@@ -297,7 +297,7 @@ def targets() -> Iterator[dict[str, Target]]:
             with client, server:
                 client.sendall(data[:60_000])
                 client.shutdown(socket.SHUT_WR)
-                _Handler(server, ("127.0.0.1", 1), served.server.listeners[1])
+                _RequestHandler(server, ("127.0.0.1", 1), served.server.listeners[1])
                 server.close()
                 answer = client.recv(1 << 16)
                 assert answer.startswith(b"HTTP/1.1 ") or not answer, answer[:80]

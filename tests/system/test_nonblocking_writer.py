@@ -51,7 +51,7 @@ def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]
     assert time.monotonic() - begun < DEADLINE
     assert 100 <= accepted <= 100_000 // 1000 + 65_536 // 1000 + 66
     assert outlet.room() < 1000
-    assert not outlet.close(within=0.1), "it says that not all of it was written"
+    assert not outlet.close(within_s=0.1), "it says that not all of it was written"
     assert time.monotonic() - begun < 2 * DEADLINE
     assert drain(pipe[0], accepted * 1000) == (b"x" * 999 + b"\n") * accepted
 

@@ -77,14 +77,14 @@ class NonBlockingWriter:
         """`listener` is called on the writer's thread whenever there is room again; it must not block."""
         self._listeners.append(listener)
 
-    def flush(self, within: float) -> bool:
-        """True when everything accepted so far has been written within `within` seconds."""
+    def flush(self, within_s: float) -> bool:
+        """True when everything accepted so far has been written within `within_s` seconds."""
         with self._changed:
-            return self._changed.wait_for(self.empty, within)
+            return self._changed.wait_for(self.empty, within_s)
 
-    def close(self, within: float = 1.0) -> bool:
+    def close(self, within_s: float = 1.0) -> bool:
         """Flush, then end the thread. True as from `flush`."""
-        until = time.monotonic() + within
+        until = time.monotonic() + within_s
         with self._changed:
             already, self._closing = self._closing, True
             self._changed.notify_all()

@@ -12,9 +12,9 @@ from typing import Any
 
 from elasticd_agent.system.network.addresses import format_endpoint
 from elasticd_agent.system.network.http_server import (
-    TEXT,
-    Handler,
+    TEXT_TYPE,
     HttpResponse,
+    RouteHandler,
     RouteTable,
     json_response,
     listen_tcp,
@@ -42,7 +42,7 @@ class MonitoringPages:
     healthy: Callable[[], HealthProbeResult]
     ready: Callable[[], HealthProbeResult]
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> dict[str, RouteHandler]:
         """The handlers of a RouteTable."""
         return {
             "GET /metrics": lambda request: HttpResponse(200, self.metrics(), METRICS_TYPE),
@@ -58,12 +58,12 @@ class HealthPages:
 
     healthy: Callable[[], HealthProbeResult]
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> dict[str, RouteHandler]:
         return dict.fromkeys(("GET /", "GET /healthz"), lambda request: _probe_response(self.healthy()))
 
 
 def _probe_response(found: HealthProbeResult) -> HttpResponse:
-    return HttpResponse(200 if found.ok else 503, found.reason.encode("utf-8", "replace") + b"\n", TEXT)
+    return HttpResponse(200 if found.ok else 503, found.reason.encode("utf-8", "replace") + b"\n", TEXT_TYPE)
 
 
 class MetricsServer:
@@ -90,8 +90,8 @@ class MetricsServer:
             max_connections=MAX_CONNECTIONS,
             request_timeout_s=connection_s,
         )
-        self.address = self.listener.bound
-        self.url = f"http://{format_endpoint(*self.listener.bound)}"
+        self.address = self.listener.bound_address
+        self.url = f"http://{format_endpoint(*self.listener.bound_address)}"
         self.listener.start()
 
     def close(self, within: float = 2.0) -> bool:

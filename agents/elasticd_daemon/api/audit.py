@@ -42,14 +42,14 @@ class AuditedRoutes:
     def is_public(self, method: str, path: str) -> bool:
         return self.routes.is_public(method, path)
 
-    def reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
-        answer = self.routes.reject(request, denied)
+    def admit_or_reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
+        answer = self.routes.admit_or_reject(request, denied)
         if isinstance(answer, HttpResponse):
             target, caller = f"{request.method} {request.path}", denied.caller
             # Nobody can flood the log with invented paths: of the same action, whatever its target, there is one line.
             audited = action_of(request.method, request.path)
             once = audited[0] if audited is not None and caller is not None and caller.host else ""
-            self._record(str(caller or request.host), DENIED, target, answer.status, denied.why, once=once)
+            self._record(str(caller or request.client_host), DENIED, target, answer.status, denied.why, once=once)
         return answer
 
     def answer(self, request: HttpRequest) -> HttpResponse:
@@ -71,7 +71,7 @@ class AuditedRoutes:
         action, target = audited
         if action == "submit" and status == 201:
             target = json.loads(body)["job"]
-        by = request.requested_by or request.host
+        by = request.requested_by or request.client_host
         is_repeatable = action == "read" or (action == "login" and status >= 400)
         # Of names that are nobody's there are as many as somebody likes.
         once = "" if status == 404 else target if is_repeatable else None

@@ -87,7 +87,7 @@ class ApiRoutes:
     def is_public(self, method: str, path: str) -> bool:
         return path in PUBLIC_PATHS and method in ("GET", "HEAD")
 
-    def reject(self, request: HttpRequest, denied: AccessDenied) -> HttpResponse:
+    def admit_or_reject(self, request: HttpRequest, denied: AccessDenied) -> HttpResponse:
         headers = {401: (("WWW-Authenticate", "Bearer"),), 429: (("Retry-After", str(int(denied.retry_after_s) + 1)),)}
         return replace(error_response(denied.code, denied.why), headers=headers.get(denied.code, ()))
 

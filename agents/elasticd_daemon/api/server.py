@@ -56,8 +56,8 @@ class ApiServer:
         try:
             self._start(_listen_unix(path, options, routes, request_timeout_s))
             server = _listen_tcp(options, routes, request_timeout_s, token_auth)
-            self.address = server.bound
-            token_auth.address = format_endpoint(*server.bound)
+            self.address = server.bound_address
+            token_auth.address = format_endpoint(*server.bound_address)
             self._start(server)
         except BaseException:
             self.close()
@@ -68,9 +68,9 @@ class ApiServer:
         self.listeners.append(listener)
         listener.start()
 
-    def close(self, within: float = 2.0) -> bool:
+    def close(self, within_s: float = 2.0) -> bool:
         """Stop listening and cut every connection; True when all threads are gone in time. May be called again."""
-        until = time.monotonic() + within
+        until = time.monotonic() + within_s
         # A list, not a generator for all(): every listener is closed.
         closed = [listener.close(max(0.0, until - time.monotonic())) for listener in self.listeners]
         if self.listeners:

@@ -126,19 +126,19 @@ class DashboardRoutes:
     def is_public(self, method: str, path: str) -> bool:
         return self.api.is_public(method, path) or (method, path) in _PUBLIC
 
-    def reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
+    def admit_or_reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
         """Return the response to a request without valid credentials, or the visitor whose cookie replaces them.
 
         Programs get the API's JSON; browsers get the page to log in, which returns to where they wanted to go.
         """
         is_page = request.method == "GET" and _is_dashboard_path(request.path)
         is_button = request.method == "POST" and _button(request.path) is not None
-        may_log_in = self.cookies.may_log_in(request.host, request.server_name, request.user)
-        visitor = self.cookies.visitor(request.cookie, request.user) if may_log_in else None
+        may_log_in = self.cookies.may_log_in(request.client_host, request.host_header, request.peer_uid)
+        visitor = self.cookies.visitor(request.cookie, request.peer_uid) if may_log_in else None
         if (is_page or is_button) and denied.code == 401 and visitor is not None:
             return str(visitor)
         if not is_page or "text/html" not in request.accept:
-            return self.api.reject(request, denied)
+            return self.api.admit_or_reject(request, denied)
         if denied.code == 401 and not may_log_in:
             return self._no_login()
         if denied.code == 401:
@@ -147,7 +147,7 @@ class DashboardRoutes:
         return _public_response(denied.code, "Access denied", denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
-        if request.method == "POST" and request.path in ("/login", "/logout") and request.is_of_other_site:
+        if request.method == "POST" and request.path in ("/login", "/logout") and request.is_cross_origin:
             return _public_response(403, "Not allowed", _NOT_OURS)
         if request.method == "POST" and request.path == "/login":
             return self._login(request)
@@ -193,15 +193,15 @@ class DashboardRoutes:
 
     def _form_key(self, request: HttpRequest) -> str:
         """The key of this page's buttons; "" for one who may not press any."""
-        visitor = self.cookies.visitor(request.cookie, request.user)
+        visitor = self.cookies.visitor(request.cookie, request.peer_uid)
         return visitor.form_key if visitor is not None and visitor.may_operate else ""
 
     def _press(self, request: HttpRequest, kind: str, target: str, action: str) -> HttpResponse:
         """Do what a button asks for: cancel, dump, cordon, drain or uncordon. The page that follows
         shows the result.
         """
-        visitor = self.cookies.visitor(request.cookie, request.user)
-        if visitor is None or request.is_of_other_site:
+        visitor = self.cookies.visitor(request.cookie, request.peer_uid)
+        if visitor is None or request.is_cross_origin:
             return self._error_page(403, "Not allowed", _NOT_OURS, request)
         if not visitor.may_operate:
             why = f"{visitor.name} may only read: its token is in http.read_only of agent.toml."
@@ -286,7 +286,7 @@ class DashboardRoutes:
         every_s: float | None = layout.REFRESH_S,
         code: int = 200,
     ) -> HttpResponse:
-        service, logout = self.api.service, bool(request.host)
+        service, logout = self.api.service, bool(request.client_host)
         node, now = service.local.node, service.clock()
         page = layout.page(template, title, node, self.version, values, now=now, logout=logout, every_s=every_s)
         return layout.html_response(code, page)
@@ -300,13 +300,13 @@ class DashboardRoutes:
         target = _local_path(form.get("then", "/"))
         if self.token.fingerprint() is None:
             return _public_response(403, "Login is disabled", NO_TOKEN)
-        if not self.cookies.may_log_in(request.host, request.server_name, request.user):
+        if not self.cookies.may_log_in(request.client_host, request.host_header, request.peer_uid):
             return self._no_login()
         holder = self.token.holder(form.get("token", ""))
         if holder is not None:
-            cookie = self.cookies.issue(holder.name, holder.access == "operate", request.user)
+            cookie = self.cookies.issue(holder.name, holder.access == "operate", request.peer_uid)
             return _redirect(target, cookie or "")
-        if wait := self.token.deny_wrong_token(request.host).retry_after_s:
+        if wait := self.token.deny_wrong_token(request.client_host).retry_after_s:
             why = f"Too many wrong tokens. Try again in {in_words(wait)}."
             return self._login_form(429, why, target, ("Retry-After", str(int(wait) + 1)))
         return self._login_form(401, "That is not the token of this page.", target)
@@ -332,10 +332,10 @@ class DashboardRoutes:
         """Log in by a one-time code. A code is valid once and for a short time, since it stands in
         a browser's history.
         """
-        if not self.cookies.may_log_in(request.host, request.server_name, request.user):
+        if not self.cookies.may_log_in(request.client_host, request.host_header, request.peer_uid):
             return self._no_login()
         name = self.codes.redeem(_pairs(request.query).get("code", ""))
-        if name is not None and (cookie := self.cookies.issue(name, True, request.user)) is not None:
+        if name is not None and (cookie := self.cookies.issue(name, True, request.peer_uid)) is not None:
             return _redirect("/", cookie)
         return self._login_form(401, _LINK_USED, "/")
 

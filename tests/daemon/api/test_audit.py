@@ -135,7 +135,7 @@ def test_strangers_cannot_flood_it(tmp_path: Path) -> None:
     reject: Callable[[str, str], object]
     with closing(Served(tmp_path / "one")) as one:
         audited = lines.routes(ApiRoutes(one.service, one.pages))
-        reject = lambda path, host: audited.reject(HttpRequest("GET", path, "", host=host), denied)  # noqa: E731
+        reject = lambda path, host: audited.admit_or_reject(HttpRequest("GET", path, "", client_host=host), denied)  # noqa: E731
         for i in range(100):
             reject(f"/{i}\n", "10.0.0.1")
         assert lines.rows() == [("10.0.0.1", "denied", "GET /0\\n", 401)]
@@ -161,5 +161,5 @@ def test_login_attempts_cannot_flood_it() -> None:
 
     audited = AuditedRoutes(cast(Any, Login()), lines, lines.counted.append, lambda: lines.now)
     while statuses:
-        audited.answer(HttpRequest("POST", "/login", "", "", host="10.0.0.1"))
+        audited.answer(HttpRequest("POST", "/login", "", "", client_host="10.0.0.1"))
     assert [one.status for one in lines.events] == [401, 303, 303]

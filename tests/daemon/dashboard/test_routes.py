@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.system.network.http_auth import ATTEMPT_BURST, TokenAuth
-from elasticd_agent.system.network.sockets import peer_user
+from elasticd_agent.system.network.sockets import peer_uid
 from elasticd_daemon import keys as names
 from elasticd_daemon.agent import GC_THRESHOLDS
 from elasticd_daemon.api.client import Reply
@@ -238,9 +238,9 @@ def test_cookie_of_another_port_is_not_replayed(serve: Serve) -> None:
         other = socket.create_connection(listener.getsockname())
         server, _ = listener.accept()
         with server:
-            assert peer_user(server) == os.geteuid()
+            assert peer_uid(server) == os.geteuid()
             other.close()
-            assert peer_user(server) is None, "nobody's socket counts as root's"
+            assert peer_uid(server) is None, "nobody's socket counts as root's"
 
 
 @pytest.mark.parametrize("site", [{"Sec-Fetch-Site": "same-site"}, {"Origin": "http://127.0.0.1:1"}])

@@ -44,13 +44,13 @@ from urllib.parse import unquote
 
 from elasticd.errors import UsageError
 from elasticd_agent.system.network.http_auth import AccessDenied, Authenticator, Caller
-from elasticd_agent.system.network.sockets import peer_user
+from elasticd_agent.system.network.sockets import peer_uid
 from elasticd_agent.system.waker import Waker
 
 MAX_HEAD_BYTES = 16 << 10
 MAX_BODY_BYTES = 1 << 20
-JSON = "application/json"
-TEXT = "text/plain; charset=utf-8"
+JSON_TYPE = "application/json"
+TEXT_TYPE = "text/plain; charset=utf-8"
 _LINGER_S = 1.0
 _LINGER_BYTES = 4 << 20
 
@@ -67,27 +67,27 @@ class HttpRequest:
     requested_by: str = ""  #: the sender in words; "" for a public path, and without valid credentials
     content_type: str = ""
     body: bytes = b""
-    host: str = ""  #: the sender's address, "" on a unix socket
-    server_name: str = ""  #: the Host header
+    client_host: str = ""  #: the sender's address, "" on a unix socket
+    host_header: str = ""
     cookie: str = ""
     fetch_site: str = ""  #: sec-Fetch-Site, "" of a client that is no present-day browser
     origin: str = ""
     accept: str = ""
-    user: int | None = None  #: the user of the sender's process, if that is on this machine and the kernel tells
+    peer_uid: int | None = None  #: the user of the sender's process, if that is on this machine and the kernel tells
 
     @property
-    def is_of_other_site(self) -> bool:
+    def is_cross_origin(self) -> bool:
         """A browser sent it for another site's page. "null" is a page that names no origin, as ours do."""
         if self.fetch_site:
             return self.fetch_site != "same-origin"
-        return self.origin not in ("", "null") and self.origin.partition("://")[2] != self.server_name
+        return self.origin not in ("", "null") and self.origin.partition("://")[2] != self.host_header
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
     status: int
     body: bytes
-    content_type: str = JSON
+    content_type: str = JSON_TYPE
     headers: tuple[tuple[str, str], ...] = ()
 
 
@@ -105,13 +105,13 @@ class Routes(Protocol):
     def is_public(self, method: str, path: str) -> bool:
         """True for paths that need no credentials."""
 
-    def reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
+    def admit_or_reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
         """The response to a request without valid credentials; or the sender in words, if others are valid."""
 
     def answer(self, request: HttpRequest) -> HttpResponse: ...
 
 
-Handler = Callable[..., HttpResponse]
+RouteHandler = Callable[..., HttpResponse]
 """Called with the request and the words of the path that stand for "*"."""
 
 
@@ -121,10 +121,10 @@ class RouteTable:
     A word is decoded after the path is split, so an encoded slash cannot make two words of one.
     """
 
-    def __init__(self, handlers: Mapping[str, Handler], hidden: str = "\0") -> None:
+    def __init__(self, handlers: Mapping[str, RouteHandler], hidden: str = "\0") -> None:
         """`hidden`: a path prefix that error responses do not list."""
         self.routes = tuple(handlers)
-        self._handlers: dict[tuple[str, ...], dict[str, Handler]] = {}
+        self._handlers: dict[tuple[str, ...], dict[str, RouteHandler]] = {}
         for route, handler in handlers.items():
             method, path = route.split(" ")
             self._handlers.setdefault(tuple(path.split("/")[1:]), {})[method] = handler
@@ -134,7 +134,7 @@ class RouteTable:
     def is_public(self, method: str, path: str) -> bool:
         return True
 
-    def reject(self, request: HttpRequest, denied: AccessDenied) -> HttpResponse:
+    def admit_or_reject(self, request: HttpRequest, denied: AccessDenied) -> HttpResponse:
         return error_response(denied.code, denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
@@ -154,7 +154,7 @@ class RouteTable:
 
 @dataclass(slots=True)
 class _Connection:
-    """`until`: when it is cut, infinite afterwards. `host`: the client's."""
+    """`deadline`: when it is cut, infinite afterwards. `host`: the client's."""
 
     deadline: float
     thread: threading.Thread
@@ -206,14 +206,14 @@ class HttpServer(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._waker = Waker()
         try:
-            super().__init__(address, _Handler)  # type: ignore[arg-type]  # a unix socket's address is a path
+            super().__init__(address, _RequestHandler)  # type: ignore[arg-type]  # a unix socket's address is a path
         except BaseException:
             self._waker.close()
             raise
         self._serving = threading.Thread(target=self._serve, name="elasticd-http", daemon=True)
 
     @property
-    def bound(self) -> tuple[str, int]:
+    def bound_address(self) -> tuple[str, int]:
         """Host and port, with the real port if 0 was requested."""
         host, port = self.server_address[:2]
         return str(host), int(port)
@@ -227,7 +227,7 @@ class HttpServer(ThreadingHTTPServer):
             selector.register(self.socket, selectors.EVENT_READ)
             selector.register(self._waker, selectors.EVENT_READ)
             while not self._closing:
-                ready = selector.select(self._until_next_cut())
+                ready = selector.select(self._next_cut_in_s())
                 if any(key.fileobj is self.socket for key, _ in ready):
                     try:
                         self.handle_request()
@@ -237,7 +237,7 @@ class HttpServer(ThreadingHTTPServer):
                 # A socket's own timeout starts anew with every byte: a trickling client would stay for ever.
                 self.cut_expired(time.monotonic())
 
-    def _until_next_cut(self) -> float | None:
+    def _next_cut_in_s(self) -> float | None:
         with self._lock:
             first = min((connection.deadline for connection in self._connections.values()), default=math.inf)
         return None if first == math.inf else max(0.0, first - time.monotonic())
@@ -304,7 +304,7 @@ class HttpServer(ThreadingHTTPServer):
             with self._lock:
                 self._connections.pop(request, None)
 
-    def extend(self, request: socket.socket, seconds: float) -> None:
+    def extend_deadline(self, request: socket.socket, seconds: float) -> None:
         """Give this connection `seconds` from now on: its request is complete, and the answer takes longer."""
         with self._lock:
             connection = self._connections.get(request)
@@ -325,9 +325,9 @@ class HttpServer(ThreadingHTTPServer):
         with contextlib.suppress(OSError):
             socket.socket.shutdown(request, socket.SHUT_RDWR)
 
-    def close(self, within: float) -> bool:
-        """Stop listening, cut every connection; True when every thread has ended within `within` seconds."""
-        until = time.monotonic() + within
+    def close(self, within_s: float) -> bool:
+        """Stop listening, cut every connection; True when every thread has ended within `within_s` seconds."""
+        until = time.monotonic() + within_s
         self._closing = True
         self._waker.wake()
         if self._serving.is_alive():
@@ -352,10 +352,10 @@ class HttpServer(ThreadingHTTPServer):
         _log.debug("a connection of %s ended early", self.name, exc_info=True)
 
 
-def listen_tcp(host: str, port: int, routes: Routes, *, option: str, advice: str, **how: Any) -> HttpServer:
+def listen_tcp(host: str, port: int, routes: Routes, *, option: str, advice: str, **options: Any) -> HttpServer:
     """An HttpServer at host:port. Raises UsageError, naming the option, if it cannot listen there."""
     try:
-        return HttpServer((host, port), routes, **how)
+        return HttpServer((host, port), routes, **options)
     except (OSError, OverflowError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise UsageError(f"{option} {port}: {host} port {port}: {why}; {advice}") from None
@@ -382,7 +382,7 @@ class _HeadReader:
         return line
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     # 1.1, since curl waits a second for "100 Continue" otherwise; but one request a connection.
     protocol_version = "HTTP/1.1"
     server_version = "elasticd"
@@ -407,14 +407,14 @@ class _Handler(BaseHTTPRequestHandler):
         except _HeadTooLarge:
             self.send_error(431)
 
-    def _serve(self) -> None:
+    def _respond(self) -> None:
         self.close_connection = True
         self.request_version = self.protocol_version  # a bare "GET /path" is HTTP/0.9, whose answers have no status
-        self._send(self._response())
+        self._send(self._make_response())
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _serve  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _respond  # noqa: N815
 
-    def _response(self) -> HttpResponse:
+    def _make_response(self) -> HttpResponse:
         server, headers = self.server, self.headers
         path, _, query = self.path.partition("?")
         is_local = server.address_family == socket.AF_UNIX
@@ -423,23 +423,23 @@ class _Handler(BaseHTTPRequestHandler):
             path,
             query,
             content_type=headers.get("Content-Type", "").partition(";")[0].strip().lower(),
-            host="" if is_local else str(self.client_address[0]),
-            server_name=self._server_name(),
+            client_host="" if is_local else str(self.client_address[0]),
+            host_header=self._host_header(),
             cookie=headers.get("Cookie", ""),
             fetch_site=headers.get("Sec-Fetch-Site", ""),
             origin=headers.get("Origin", ""),
             accept=headers.get("Accept", ""),
-            user=None if is_local else peer_user(self.request),
+            peer_uid=None if is_local else peer_uid(self.request),
         )
         is_public = server.authenticator is None or server.routes.is_public(self.command, path)
         sender = self._sender(request, is_public)
         if isinstance(sender, HttpResponse):
             return sender
-        body = self._body()
+        body = self._read_body()
         if isinstance(body, HttpResponse):
             return body
         if not is_public and server.response_timeout_s is not None:
-            server.extend(self.request, server.response_timeout_s)
+            server.extend_deadline(self.request, server.response_timeout_s)
             self.request.settimeout(server.response_timeout_s)
         try:
             return server.routes.answer(replace(request, requested_by=sender, body=body))
@@ -460,13 +460,13 @@ class _Handler(BaseHTTPRequestHandler):
             if not (why := caller.refusal(self.command, request.path)) or is_public:
                 return str(caller)
             caller = AccessDenied(403, why, caller=caller)
-        return "" if is_public else self.server.routes.reject(request, caller)
+        return "" if is_public else self.server.routes.admit_or_reject(request, caller)
 
-    def _server_name(self) -> str:
+    def _host_header(self) -> str:
         names = self.headers.get_all("Host", [])
         return str(names[0]) if len(names) == 1 else ""
 
-    def _body(self) -> bytes | HttpResponse:
+    def _read_body(self) -> bytes | HttpResponse:
         if "Transfer-Encoding" in self.headers:
             return error_response(411, "a body needs its Content-Length; chunks are not accepted")
         lengths = self.headers.get_all("Content-Length", ["0"])
@@ -485,7 +485,7 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def handle_expect_100(self) -> bool:
-        return True  # _body answers it, after the sender is known
+        return True  # _read_body answers it, after the sender is known
 
     def _send(self, response: HttpResponse) -> None:
         self.send_response(response.status)

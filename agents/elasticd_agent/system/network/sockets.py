@@ -59,7 +59,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
     return pid, user, group
 
 
-def peer_user(sock: socket.socket) -> int | None:
+def peer_uid(sock: socket.socket) -> int | None:
     """The user of the process at the other end of a TCP connection, if that is in this network namespace."""
     try:
         theirs, ours = (
