@@ -66,19 +66,19 @@ from elasticd_daemon.health.checks import NodeChecks
 from elasticd_daemon.health.monitor import HealthMonitor, health_file, report_change
 from elasticd_daemon.health.policy import HealthVerdict
 from elasticd_daemon.journal import AgentJournal
-from elasticd_daemon.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
-from elasticd_daemon.metrics import REQUESTS, NodeMetrics, RunnerScraper, health_samples, merge_pages
+from elasticd_daemon.loop import LoopDependencies, Message, MustReplace, NodeLoop, SignalRequest, Wakeup
+from elasticd_daemon.metrics import AUDITED_REQUESTS, NodeMetrics, RunnerScraper, health_samples, merge_pages
 from elasticd_daemon.registration import NodeStatusPublisher, inventory
 from elasticd_daemon.runners import versions
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.spawn import SpecBuilder
 from elasticd_daemon.scheduler.scheduler import Scheduler
-from elasticd_daemon.sd_notify import Notifier, open_notifier
+from elasticd_daemon.sd_notify import Notifier, take_notifier
 from elasticd_daemon.state_dir import DiskCleaner
 
 LOCAL_STORE = "store.sqlite"
 FORMER_LOCAL_STORE = "store.journal"
-REPLACEMENT_CHECK_S = 20.0
+REPLACEMENT_CHECK_TIMEOUT_S = 20.0
 """The main loop waits for it, and systemd's watchdog may be as short as 30 s (deploy/systemd)."""
 MAX_HEALTHY_LAG_S = 30.0
 """A main loop that has not run for this long is stuck; its own timers are far shorter."""
@@ -109,7 +109,7 @@ def agent(argv: Sequence[str]) -> int:
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with signals_to_inbox(inbox):
         with contextlib.ExitStack() as stack:
-            notifier = open_notifier(os.environ)
+            notifier = take_notifier(os.environ)
             replaces = _run(
                 settings,
                 lambda: load(options.config, os.environ),
@@ -130,17 +130,17 @@ def _run(
     inbox: queue.SimpleQueue[Message],
     notifier: Notifier,
     stack: contextlib.ExitStack,
-) -> bool:
-    """Build the agent's parts and run its main loop. True: the process must replace itself."""
+) -> MustReplace:
+    """Build the agent's parts and run its main loop."""
 
     state = settings.state_dir
-    stack.enter_context(state_dir.exclusive(state))
+    stack.enter_context(state_dir.exclusive_use(state))
     os.umask(0o077)
     output = NonBlockingWriter(2)
     stack.callback(output.close)
     journal = AgentJournal(PlainConsole(output, settings.node), settings.logs, settings.node)
     stack.callback(journal.close)
-    code = _prepare_code(state, journal)
+    code = _use_code_copy(state, journal)
     parts = _open_parts(settings, code, journal, inbox, notifier, stack)
     if settings.preemption_notices:
         from elasticd_agent.system.network.preemption import PreemptionMonitor  # it takes an HTTP client
@@ -178,11 +178,11 @@ def _open_parts(
     store = _open_store(settings, journal)
     stack.callback(store.close)
     cache = StoreCache(store, journal.warn, wake)
-    status = inventory(settings, state_dir.incarnation(settings.state_dir, settings.node), os.environ)
+    status = inventory(settings, state_dir.persistent_incarnation(settings.state_dir, settings.node), os.environ)
     runners = RunnerManager(settings.state_dir, wake, journal.log, code)
     stack.callback(runners.close)
     metrics = NodeMetrics(settings.node, version())
-    registration = NodeStatusPublisher(store, status, lease_s, renewal_s, metrics.lease)
+    registration = NodeStatusPublisher(store, status, lease_s, renewal_s, metrics.on_renewal)
     scheduler = Scheduler(
         store,
         status.node,
@@ -217,7 +217,7 @@ def _reload(parts: LoopDependencies, old: NodeSettings, read: NodeSettings) -> t
     return new, changes
 
 
-def _run_loop(loop: NodeLoop, parts: LoopDependencies, code: Path | None) -> bool:
+def _run_loop(loop: NodeLoop, parts: LoopDependencies, code: Path | None) -> MustReplace:
     """Take over the runners of an earlier agent, and run the main loop to its end."""
     journal = parts.journal
 
@@ -225,7 +225,7 @@ def _run_loop(loop: NodeLoop, parts: LoopDependencies, code: Path | None) -> boo
         report_change(change, journal.event)
         parts.inbox.put(Wakeup())
 
-    adopted = loop.adopt()
+    adopted = loop.adopt_runners()
     if code is not None:
         versions.remove_unused(loop.settings.state_dir, code)
     parts.health.start(health_changed)
@@ -247,10 +247,10 @@ def _run_loop(loop: NodeLoop, parts: LoopDependencies, code: Path | None) -> boo
     return replaces
 
 
-def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
+def _use_code_copy(state: Path, journal: AgentJournal) -> Path | None:
     """A copy of elasticd's code for the runners and, from now on, for this process; None: it cannot be made."""
     try:
-        code = versions.prepare(state)
+        code = versions.ensure_copy(state)
     except OSError as error:
         journal.warn(
             f"no copy of elasticd in {state / 'versions'} ({error.strerror}): jobs that start now use the installed "
@@ -285,7 +285,7 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
     )
     cookies = LoginCookies(token, time.time, tls, state_dir.cookie_key(settings.state_dir))
     routes = DashboardRoutes(ApiRoutes(service, _pages(loop, parts, local)), token, cookies, version())
-    audited = AuditedRoutes(routes, parts.journal.audit, lambda action: parts.metrics.count(REQUESTS, action))
+    audited = AuditedRoutes(routes, parts.journal.audit, lambda action: parts.metrics.count(AUDITED_REQUESTS, action))
     server = ApiServer(settings.socket_path, http, audited, token)
     host, port = server.address
     routes.base_url = f"{'https' if tls else 'http'}://" + format_endpoint(
@@ -376,7 +376,7 @@ def installed_version_error(arguments: Sequence[str] = ()) -> str:
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            timeout=REPLACEMENT_CHECK_S,
+            timeout=REPLACEMENT_CHECK_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the installed version does not start: {error}"

@@ -12,7 +12,7 @@ from elasticd_agent.model.log_events import LogEvent
 from elasticd_agent.telemetry import event_log
 from elasticd_agent.telemetry.console import Console
 
-MAX_BYTES = 64 << 20
+MAX_LOG_BYTES = 64 << 20
 """About 200,000 lines; the previous file of the same size is kept, too."""
 
 
@@ -28,7 +28,7 @@ class AgentJournal:
         if logs is not None:
             try:
                 logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-                return event_log.open_event_log(logs / name, "", node, MAX_BYTES)
+                return event_log.open_event_log(logs / name, "", node, MAX_LOG_BYTES)
             except (OSError, UsageError) as error:
                 self.log(f"this agent does not write {name}: {error}")
         return event_log.NullEventLog()
@@ -45,7 +45,7 @@ class AgentJournal:
         self._events.write(kind(round=0, mono=time.monotonic(), reason=sentence, **fields))
 
     @property
-    def lost(self) -> int:
+    def lines_lost(self) -> int:
         return self._events.lost + self.audit.lost
 
     def close(self) -> None:

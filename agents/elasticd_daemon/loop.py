@@ -44,7 +44,7 @@ from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.metrics import NodeMetrics
 from elasticd_daemon.records import ClusterView, NodeState, NodeStatus, RunnerStatus
-from elasticd_daemon.registration import NameTaken, NodeStatusPublisher
+from elasticd_daemon.registration import NodeNameConflict, NodeStatusPublisher
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.reconcile import NodePlan, RunOutcomes, reconcile
 from elasticd_daemon.runners.spawn import SpecBuilder
@@ -68,10 +68,12 @@ class Wakeup:
 @dataclass(frozen=True, slots=True)
 class SignalRequest:
     action: Literal["drain", "reload", "replace", "ignore"]
-    signal_name: str
+    source: str
 
 
 Message = Wakeup | SignalRequest
+MustReplace = bool
+"""Whether the process must replace itself by the installed version now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +163,15 @@ class NodeLoop:
         return {
             (metrics.SLOTS, ()): self.status.slots,
             (metrics.SLOTS_USED, ()): sum(len(runner.spec.slots) for runner in self._parts.runners.alive()),
-            **{(metrics.STATE, (state,)): state == self.status.state for state in metrics.NODE_STATES},
+            **{(metrics.NODE_STATE, (state,)): state == self.status.state for state in metrics.NODE_STATES},
             (metrics.REGISTERED, ()): self.registered,
             (metrics.IS_SCHEDULER, ()): self._parts.scheduler.is_leader,
             **{(metrics.RUNNERS, (state,)): states.count(state) for state in metrics.RUNNER_STATES},
             (metrics.JOBS_WAITING, ()): len(pending),
             (metrics.STORE_UP, ()): not self.store_down,
             (metrics.LOOP_LAG, ()): self.lag_s(),
-            (metrics.EVENT_LOG_LINES_LOST, ()): self._parts.journal.lost,
-            **metrics.failed_jobs(
+            (metrics.EVENT_LOG_LINES_LOST, ()): self._parts.journal.lines_lost,
+            **metrics.failed_job_samples(
                 (*view.results, *list(self._outcomes.exits.values())),
                 self.status.node,
                 is_scheduler=self._parts.scheduler.is_leader,
@@ -193,15 +195,15 @@ class NodeLoop:
         """The delay of the next turn."""
         return max(0.0, time.monotonic() - max(self._next_at, self._last_turn_at))
 
-    def adopt(self) -> int:
+    def adopt_runners(self) -> int:
         """Take over the runners of an earlier agent. Returns how many are alive."""
         for end in self._parts.runners.adopt():
             if end.exit is not None and end.exit.outcome != "left":
                 self._outcomes.add(end, 0.0, time.monotonic())
         return len(self._parts.runners.alive())
 
-    def run(self) -> bool:
-        """Take turns until the process must end or replace itself. True: it must replace itself; False: it must end."""
+    def run(self) -> MustReplace:
+        """Take turns until the process must end or replace itself."""
         parts = self._parts
         parts.notifier.ready(f"node {self.status.node}")
         while True:
@@ -232,19 +234,18 @@ class NodeLoop:
         except queue.Empty:
             return requests
 
-    def _handle(self, request: SignalRequest) -> bool:
-        """True if the process must replace itself now."""
+    def _handle(self, request: SignalRequest) -> MustReplace:
         journal = self._parts.journal
         match request.action:
             case "drain" if self._draining:
-                journal.warn(f"{request.signal_name} again: remaining jobs are killed")
+                journal.warn(f"{request.source} again: remaining jobs are killed")
                 self._parts.runners.expire_deadlines()
             case "drain":
                 within_s = float(self.settings.drain_timeout_s)
-                self._draining = f"the agent was stopped ({request.signal_name})"
+                self._draining = f"the agent was stopped ({request.source})"
                 journal.event(
                     events.NodeStateEvent,
-                    f"{request.signal_name}: jobs have {within_s:g} s to leave this node",
+                    f"{request.source}: jobs have {within_s:g} s to leave this node",
                     state="draining",
                 )
                 self._parts.notifier.stopping(within_s + 30.0, "draining")
@@ -254,21 +255,17 @@ class NodeLoop:
                     settings, changes = self._reload(self.settings)
                     self._executor.specs = replace(self._executor.specs, settings=settings)
                     self.status = replace(self.status, labels=settings.labels)
-                    journal.event(
-                        events.AgentReloadedEvent, f"{request.signal_name}: {'; '.join(changes) or 'no changes'}"
-                    )
+                    journal.event(events.AgentReloadedEvent, f"{request.source}: {'; '.join(changes) or 'no changes'}")
                 except UsageError as error:
-                    journal.warn(f"{request.signal_name}: the configuration was not reloaded: {error}")
+                    journal.warn(f"{request.source}: the configuration was not reloaded: {error}")
                 self._parts.notifier.ready(f"node {self.status.node}")
             case "ignore":
-                journal.warn(
-                    f"{request.signal_name} is ignored: SIGTERM drains, SIGHUP reloads, SIGUSR2 replaces the agent"
-                )
+                journal.warn(f"{request.source} is ignored: SIGTERM drains, SIGHUP reloads, SIGUSR2 replaces the agent")
             case "replace":
                 if why := self._replacement_error():
-                    journal.warn(f"{request.signal_name}: this agent keeps running: {why}")
+                    journal.warn(f"{request.source}: this agent keeps running: {why}")
                 elif self._draining:
-                    journal.warn(f"{request.signal_name}: this agent is leaving already")
+                    journal.warn(f"{request.source}: this agent is leaving already")
                 else:
                     return True
         return False
@@ -302,7 +299,7 @@ class NodeLoop:
     def _sync_with_store(self, now: float) -> None:
         """Read the store's records and write this node's. Without the store the last known records apply."""
         try:
-            if self._registration.turn(self.status, now):
+            if self._registration.publish(self.status, now):
                 self._cache.clear()
                 if not self._registered:
                     self._registered = True
@@ -321,7 +318,7 @@ class NodeLoop:
             self._on_store_back(now)
         except StoreUnavailable as error:
             self._on_store_lost(str(error), now)
-        except NameTaken as error:
+        except NodeNameConflict as error:
             wait_s = 2 * float(self.settings.lease_s) + NAME_CONFLICT_MARGIN_S
             self._name_taken_since = now if self._name_taken_since is None else self._name_taken_since
             if not self._registered and now >= self._name_taken_since + wait_s:

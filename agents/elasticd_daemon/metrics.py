@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 NODE_STATES: tuple[NodeState, ...] = get_args(NodeState)
 RUNNER_STATES: tuple[RunnerState, ...] = get_args(RunnerState)
-MAX_FAILED = 16
+MAX_FAILED_JOBS = 16
 """Jobs with a series for their failure."""
-OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
+RUNNER_OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
 
 INFO = MetricSpec("elasticd_node_info", "Always 1; the label is the version of the node's agent.", ("version",))
-START = MetricSpec("elasticd_node_agent_start_timestamp_seconds", "Unix time the agent started.")
+AGENT_START = MetricSpec("elasticd_node_agent_start_timestamp_seconds", "Unix time the agent started.")
 SLOTS = MetricSpec("elasticd_node_slots", "Concurrent workers of this node.")
 SLOTS_USED = MetricSpec("elasticd_node_slots_used", "Slots in use by runners, including runners that are leaving.")
-STATE = MetricSpec(
+NODE_STATE = MetricSpec(
     "elasticd_node_state",
     f"1 for the state of the node: {', '.join(NODE_STATES)}.",
     ("state",),
@@ -60,19 +60,19 @@ JOBS_WAITING = MetricSpec("elasticd_node_jobs_waiting", "Pending jobs in the que
 RUNNER_STARTS = MetricSpec("elasticd_node_runner_starts_total", "Runners started by this agent.")
 RUNNER_EXITS = MetricSpec(
     "elasticd_node_runner_exits_total",
-    f"Runners that ended, by outcome: {', '.join(OUTCOMES)}.",
+    f"Runners that ended, by outcome: {', '.join(RUNNER_OUTCOMES)}.",
     ("outcome",),
-    label_sets=len(OUTCOMES),
+    label_sets=len(RUNNER_OUTCOMES),
 )
-JOB_FAILED = MetricSpec(
+JOB_FAILED_AT = MetricSpec(
     "elasticd_node_job_failed_timestamp_seconds",
     "Unix time at which a job failed that ran here or, for the scheduler, nowhere; for 15 minutes, with the reason.",
     ("job_id", "reason"),
-    label_sets=MAX_FAILED,
+    label_sets=MAX_FAILED_JOBS,
 )
 STORE_UP = MetricSpec("elasticd_node_store_up", "1 while the store is available to this agent.")
 STORE_OUTAGES = MetricSpec("elasticd_node_store_outages_total", "Times the store became unavailable to this agent.")
-LEASE = MetricSpec(
+LEASE_TTL = MetricSpec(
     "elasticd_node_lease_seconds", "Lifetime of the lease of the node's status, as the store granted it."
 )
 LEASE_RENEWAL = MetricSpec(
@@ -82,7 +82,7 @@ LEASE_RENEWAL = MetricSpec(
 )
 LOOP_LAG = MetricSpec("elasticd_node_loop_lag_seconds", "Delay of the agent's main loop.")
 EVENT_LOG_LINES_LOST = MetricSpec("elasticd_node_event_log_lines_lost", "Lines lost from the agent's event log.")
-REQUESTS = MetricSpec(
+AUDITED_REQUESTS = MetricSpec(
     "elasticd_node_audited_requests_total",
     f"Lines of the audit log, by action: {', '.join(ACTIONS)}.",
     ("action",),
@@ -94,7 +94,9 @@ QUARANTINED = MetricSpec(
     "elasticd_node_quarantined",
     "1 during the cool-off after a failed check or after job failures that this node caused.",
 )
-QUARANTINE_LEFT = MetricSpec("elasticd_node_quarantine_left_seconds", "Remaining time of the cool-off; 0 without one.")
+QUARANTINE_LEFT_S = MetricSpec(
+    "elasticd_node_quarantine_left_seconds", "Remaining time of the cool-off; 0 without one."
+)
 FAILURE_STREAK = MetricSpec(
     "elasticd_node_failure_streak", "Failures of the node in a row; a day without failures resets it."
 )
@@ -113,13 +115,14 @@ GPU_UTILIZATION = MetricSpec(
 GPU_MEMORY_USED = MetricSpec(
     "elasticd_node_gpu_memory_used_bytes", "Memory of the GPU in use, at the last health check.", ("gpu",), label_sets=0
 )
-GPU_MEMORY = MetricSpec("elasticd_node_gpu_memory_bytes", "Memory of the GPU.", ("gpu",), label_sets=0)
+GPU_MEMORY_TOTAL = MetricSpec("elasticd_node_gpu_memory_bytes", "Memory of the GPU.", ("gpu",), label_sets=0)
 
 METRICS = (
-    INFO, START, SLOTS, SLOTS_USED, STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,
-    RUNNER_EXITS, JOB_FAILED, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST, REQUESTS,
-    HEALTHY, QUARANTINED, QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS,
-    GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY,
+    INFO, AGENT_START, SLOTS, SLOTS_USED, NODE_STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,
+    RUNNER_EXITS, JOB_FAILED_AT, STORE_UP, STORE_OUTAGES, LEASE_TTL, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST,
+    AUDITED_REQUESTS,
+    HEALTHY, QUARANTINED, QUARANTINE_LEFT_S, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS,
+    GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY_TOTAL,
 )  # fmt: skip
 
 Labels = tuple[str, ...]
@@ -134,7 +137,7 @@ def health_samples(
     return {
         (HEALTHY, ()): verdict.state == "healthy",
         (QUARANTINED, ()): verdict.state == "quarantined",
-        (QUARANTINE_LEFT, ()): verdict.left_s,
+        (QUARANTINE_LEFT_S, ()): verdict.left_s,
         (FAILURE_STREAK, ()): failure_streak,
         **{(CHECK_FAILING, (result.check,)): result.outcome == "failed" for result in shown},
         **{(CHECK_SECONDS, (result.check,)): result.seconds for result in shown},
@@ -144,15 +147,19 @@ def health_samples(
 
 def _gpu_samples(gpu: GpuUsage) -> Iterable[tuple[MetricSpec, float]]:
     busy = None if gpu.utilization_percent is None else gpu.utilization_percent / 100
-    values = ((GPU_UTILIZATION, busy), (GPU_MEMORY_USED, gpu.memory_used_bytes), (GPU_MEMORY, gpu.memory_total_bytes))
+    values = (
+        (GPU_UTILIZATION, busy),
+        (GPU_MEMORY_USED, gpu.memory_used_bytes),
+        (GPU_MEMORY_TOTAL, gpu.memory_total_bytes),
+    )
     return [(spec, value) for spec, value in values if value is not None]
 
 
-FAILED_KEPT_S = 900.0
+FAILED_JOB_KEPT_S = 900.0
 """Longer than Prometheus needs to scrape, and a person to look."""
 
 
-def failed_jobs(
+def failed_job_samples(
     ends: Iterable[JobResult | RunnerExit], node: str, *, is_scheduler: bool, now: float
 ) -> Mapping[tuple[MetricSpec, Labels], float]:
     """The series of the newest failed jobs: from the store's records, so that they outlive this process.
@@ -161,13 +168,13 @@ def failed_jobs(
     """
     failed: dict[str, JobResult | RunnerExit] = {}
     for end in ends:
-        if end.outcome != "failed" or now >= end.ended_at + FAILED_KEPT_S:
+        if end.outcome != "failed" or now >= end.ended_at + FAILED_JOB_KEPT_S:
             continue
         nodes = end.nodes if isinstance(end, JobResult) else (node,)
         if node in nodes or (is_scheduler and not nodes):
             failed[end.job] = end
-    newest = sorted(failed.values(), key=lambda end: end.ended_at)[-MAX_FAILED:]
-    return {(JOB_FAILED, (end.job, shorten(end.reason))): end.ended_at for end in newest}
+    newest = sorted(failed.values(), key=lambda end: end.ended_at)[-MAX_FAILED_JOBS:]
+    return {(JOB_FAILED_AT, (end.job, shorten(end.reason))): end.ended_at for end in newest}
 
 
 class NodeMetrics:
@@ -178,11 +185,11 @@ class NodeMetrics:
         self._lock = threading.Lock()
         self._samples: dict[tuple[MetricSpec, Labels], float] = {
             (INFO, (version,)): 1,
-            (START, ()): time.time(),
+            (AGENT_START, ()): time.time(),
             (RUNNER_STARTS, ()): 0,
-            **{(RUNNER_EXITS, (outcome,)): 0 for outcome in OUTCOMES},
+            **{(RUNNER_EXITS, (outcome,)): 0 for outcome in RUNNER_OUTCOMES},
             (STORE_OUTAGES, ()): 0,
-            **{(REQUESTS, (action,)): 0 for action in ACTIONS},
+            **{(AUDITED_REQUESTS, (action,)): 0 for action in ACTIONS},
         }
         self._renewals = [0] * (len(LEASE_BUCKETS) + 1)
         self._renewals_s = 0.0
@@ -192,10 +199,10 @@ class NodeMetrics:
         with self._lock:
             self._samples[counter, labels] += 1
 
-    def lease(self, ttl_s: float, renewal_s: float | None) -> None:
+    def on_renewal(self, ttl_s: float, renewal_s: float | None) -> None:
         """The store granted a lease of `ttl_s`; `renewal_s`: how long its renewal took, also a failed one."""
         with self._lock:
-            self._samples[LEASE, ()] = ttl_s
+            self._samples[LEASE_TTL, ()] = ttl_s
             if renewal_s is not None:
                 self._renewals[bisect_left(LEASE_BUCKETS, renewal_s)] += 1
                 self._renewals_s += renewal_s
@@ -240,22 +247,26 @@ class _Families:
         return self.families
 
 
-Query = Callable[[str, int, float], bytes]
+FetchRunnerPage = Callable[[str, int, float], bytes]
 """Job, number, timeout in seconds; raises ControlSocketError."""
 
-ALL_RUNNERS_S = 5.0
+SCRAPE_TIMEOUT_S = 5.0
 """The time for all runners together; Prometheus gives up after 10 s."""
-PER_RUNNER_S = 1.5
-KEPT_S = 60.0
+RUNNER_TIMEOUT_S = 1.5
+LAST_PAGE_KEPT_S = 60.0
 """A runner that has not answered for so long is stuck, and its series end."""
 MAX_PARALLEL = 8
-MAX_SERIES = 500
+MAX_SERIES_PER_JOB = 500
 """The limit of one job. A runner of this version has fewer; one of the next version may have more."""
 
-_TEXT = r'(?:[^"\\\x00-\x1f]|\\[\\n"])*'
-_HEAD = re.compile(r"# (?:HELP elasticd_[a-z0-9_]+ [^\x00-\x1f]*|TYPE elasticd_[a-z0-9_]+ (?:counter|gauge|histogram))")
-_SAMPLE = re.compile(rf'elasticd_[a-z0-9_]+{{((?:[a-z_]+="{_TEXT}",?)*)}} (?:-?[0-9.]+(?:e[-+]?[0-9]+)?|NaN|[-+]Inf)')
-_LABEL = re.compile(rf'([a-z_]+)="({_TEXT})"')
+_LABEL_VALUE = r'(?:[^"\\\x00-\x1f]|\\[\\n"])*'
+_HEADER_LINE = re.compile(
+    r"# (?:HELP elasticd_[a-z0-9_]+ [^\x00-\x1f]*|TYPE elasticd_[a-z0-9_]+ (?:counter|gauge|histogram))"
+)
+_SAMPLE_LINE = re.compile(
+    rf'elasticd_[a-z0-9_]+{{((?:[a-z_]+="{_LABEL_VALUE}",?)*)}} (?:-?[0-9.]+(?:e[-+]?[0-9]+)?|NaN|[-+]Inf)'
+)
+_LABEL_PAIR = re.compile(rf'([a-z_]+)="({_LABEL_VALUE})"')
 
 
 def merge_pages(pages: Iterable[bytes]) -> bytes:
@@ -281,7 +292,7 @@ class RunnerScraper:
     """The pages of the runners on `node`: a runner that does not answer in time has its last page for a while, because
     a busy machine must not look like the end of a job."""
 
-    def __init__(self, node: str, query: Query, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, node: str, query: FetchRunnerPage, clock: Callable[[], float] = time.monotonic) -> None:
         self._node = node
         self._query = query
         self._clock = clock
@@ -289,27 +300,27 @@ class RunnerScraper:
 
     def scrape(self, jobs: Sequence[tuple[str, int]]) -> list[bytes]:
         """Safe from many threads at once."""
-        until = time.monotonic() + ALL_RUNNERS_S
+        until = time.monotonic() + SCRAPE_TIMEOUT_S
         self._last = {key: known for key, known in list(self._last.items()) if key in jobs}
         if len(jobs) < 2:
-            pages = [self._page(key, until) for key in jobs]
+            pages = [self._fetch_page(key, until) for key in jobs]
         else:
             with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL), "elasticd-scrape") as pool:
-                pages = list(pool.map(lambda key: self._page(key, until), jobs))
+                pages = list(pool.map(lambda key: self._fetch_page(key, until), jobs))
         return [page for page in pages if page]
 
-    def _page(self, key: tuple[str, int], until: float) -> bytes:
-        """Return a runner's page, or its last one while that is younger than KEPT_S."""
+    def _fetch_page(self, key: tuple[str, int], until: float) -> bytes:
+        """Return a runner's page, or its last one while that is younger than LAST_PAGE_KEPT_S."""
         left = until - time.monotonic()
         try:
             if left > 0:
-                page = filter_samples(self._node, key[0], self._query(*key, min(PER_RUNNER_S, left)))
+                page = filter_samples(self._node, key[0], self._query(*key, min(RUNNER_TIMEOUT_S, left)))
                 self._last[key] = (self._clock(), page)
                 return page
         except ControlSocketError:
             pass
         at, page = self._last.get(key, (float("-inf"), b""))
-        return page if self._clock() < at + KEPT_S else b""
+        return page if self._clock() < at + LAST_PAGE_KEPT_S else b""
 
 
 def filter_samples(node: str, job: str, page: bytes) -> bytes:
@@ -317,17 +328,17 @@ def filter_samples(node: str, job: str, page: bytes) -> bytes:
     expected = {"job_id": escape_label(job), "node": escape_label(node)}
     valid = []
     family = ""
-    left = MAX_SERIES
+    left = MAX_SERIES_PER_JOB
     for line in page.decode(errors="replace").split("\n"):
         if line.startswith("# "):
-            if _HEAD.fullmatch(line):
+            if _HEADER_LINE.fullmatch(line):
                 family = line.split(" ", 3)[2]
                 valid.append(line)
             continue
-        sample = _SAMPLE.fullmatch(line)
+        sample = _SAMPLE_LINE.fullmatch(line)
         if not left or sample is None or not family or not line.startswith(family):
             continue
-        pairs = _LABEL.findall(sample[1])
+        pairs = _LABEL_PAIR.findall(sample[1])
         labels = dict(pairs)
         if len(labels) < len(pairs):
             continue

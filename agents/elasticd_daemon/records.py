@@ -32,7 +32,7 @@ MAX_PREVIOUS_NODES = 8
 """Nodes that a job has left: they have its older rounds, and perhaps its checkpoints."""
 
 
-PRIORITIES = {"high": -1, "normal": 0, "low": 1}
+PRIORITY_ORDER = {"high": -1, "normal": 0, "low": 1}
 
 
 def submitter(submitted_by: str) -> str:
@@ -40,7 +40,7 @@ def submitter(submitted_by: str) -> str:
     return submitted_by.partition(" at ")[0]
 
 
-class _Named(Document):
+class _NamedDocument(Document):
     """A document about one job or node. Its name becomes paths and keys, and anyone who may write to the store chooses
     it.
     """
@@ -62,7 +62,7 @@ def _check_name(what: str, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Submission(_Named):
+class Submission(_NamedDocument):
     MAX_BYTES: ClassVar[int] = 1 << 20
     NAMED_BY: ClassVar[str] = "job"
 
@@ -79,29 +79,29 @@ class Submission(_Named):
     grow: bool = True
     removed: bool = False
     labels: tuple[str, ...] = ()
-    priority: str = "normal"  #: one of PRIORITIES; anything else, of a newer version, counts as normal
+    priority: str = "normal"  #: one of PRIORITY_ORDER; anything else, of a newer version, counts as normal
     spares: int = 0  #: nodes beyond `max_nodes`; of a job on one node, slots beyond `max_slots`
 
     @property
     def order(self) -> tuple[int, int, str]:
         """The place in the queue: class, then number; the id makes it total."""
-        return PRIORITIES.get(self.priority, 0), self.number, self.job
+        return PRIORITY_ORDER.get(self.priority, 0), self.number, self.job
 
     @property
     def submitter(self) -> str:
         return submitter(self.submitted_by)
 
     @property
-    def most_nodes(self) -> int:
-        """The most nodes, spares included, as `most_slots`."""
+    def max_nodes_with_spares(self) -> int:
+        """The most nodes, spares included, as `max_slots_with_spares`."""
         return self.max_nodes + (self.spares if self.max_nodes > 1 else 0)
 
     @property
-    def most_slots(self) -> int:
+    def max_slots_with_spares(self) -> int:
         return self.max_slots + (self.spares if self.max_nodes == 1 else 0)
 
     def check(self) -> None:
-        _Named.check(self)
+        _NamedDocument.check(self)
         for low, high, what in ((self.min_nodes, self.max_nodes, "nodes"), (self.min_slots, self.max_slots, "slots")):
             if not 1 <= low <= high <= MAX_COUNT:
                 raise WireError(f"submission of {self.job!r}: invalid range of {low}:{high} {what}")
@@ -130,7 +130,7 @@ class Refusal(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement(_Named):
+class Placement(_NamedDocument):
     """The slots where a submitted job runs, or, without assignments, why it is pending. Only the scheduler writes
     it.
     """
@@ -143,7 +143,7 @@ class Placement(_Named):
     reason: str
     refusals: tuple[Refusal, ...] = ()
     previous_nodes: tuple[str, ...] = ()  #: nodes that it ran on before, the newest first
-    ended_s: float | None = None  #: when the scheduler first saw its result, by the schedulers' clock (keys.CLOCK)
+    ended_s: float | None = None  #: when the scheduler first saw its result, by keys.SCHEDULER_CLOCK
 
     def assignment(self, node: str) -> SlotAssignment | None:
         return next((assignment for assignment in self.assignments if assignment.node == node), None)
@@ -165,7 +165,7 @@ class RoundSummary(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class JobResult(_Named):
+class JobResult(_NamedDocument):
     """The end of a submitted job. The first node with the result creates it; then all other nodes stop the job."""
 
     NAMED_BY: ClassVar[str] = "job"
@@ -197,7 +197,7 @@ class RunnerStatus(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStatus(_Named):
+class NodeStatus(_NamedDocument):
     """An agent's report about its node, under a lease."""
 
     MAX_BYTES: ClassVar[int] = 2 << 20
@@ -222,26 +222,26 @@ class NodeStatus(_Named):
 
     def check(self) -> None:
         """Raise WireError for a name or a number of slots that no node can have."""
-        _Named.check(self)
+        _NamedDocument.check(self)
         if not 0 <= self.slots <= MAX_SLOTS:
             raise WireError(f"node {self.node!r}: {self.slots} slots are not in 0..{MAX_SLOTS}")
 
 
 @dataclass(frozen=True, slots=True)
-class KnownNode(_Named):
+class KnownNode(_NamedDocument):
     """A node whose agent has registered and has not left. Under no lease; the scheduler notes in it its loss."""
 
     NAMED_BY: ClassVar[str] = "node"
     node: str
     address: str = ""
     lost_s: float | None = None
-    """When the scheduler first saw it without a status, by the schedulers' clock (keys.CLOCK); None: it has one."""
+    """When the scheduler first saw it without a status, by keys.SCHEDULER_CLOCK; None: it has one."""
     lost_at: float = 0.0  #: the same by the time of day
     jobs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Cordon(_Named):
+class Cordon(_NamedDocument):
     """No new jobs for a node; with `drain`, its jobs leave it, too. It outlives every agent."""
 
     NAMED_BY: ClassVar[str] = "node"

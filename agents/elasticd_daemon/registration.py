@@ -25,8 +25,11 @@ from elasticd_daemon import keys
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.records import KnownNode, NodeStatus
 
+RegisteredAnew = bool
+"""Whether the node had no status of this agent in the store before."""
 
-class NameTaken(ElasticdError):
+
+class NodeNameConflict(ElasticdError):
     """Another agent has this node's name; the sentence says which."""
 
 
@@ -43,7 +46,7 @@ class NodeStatusPublisher:
     ) -> None:
         self._store = store
         self._status = status
-        self._remembered = False
+        self._known_node_written = False
         self.key = LeasedKey(
             store, keys.NODES + status.node, lease_s, renewal_s, is_own=self._is_own, on_renewal=on_renewal
         )
@@ -52,41 +55,41 @@ class NodeStatusPublisher:
     def registered(self) -> bool:
         return self.key.lease is not None
 
-    def turn(self, status: NodeStatus, now: float) -> bool:
-        """Have `status` in the store. True if the node was registered anew. Raises NameTaken."""
+    def publish(self, status: NodeStatus, now: float) -> RegisteredAnew:
+        """Have `status` in the store. Raises NodeNameConflict."""
         alive = self.key.renew(now)
         if alive and (status == self._status or self.key.replace(status.to_json())):
             self._status = status
-            self._remember()
+            self._write_known_node()
             return False
-        if not self.key.create(status.to_json(), now, self._may_replace):
+        if not self.key.create(status.to_json(), now, self._own_or_raise):
             raise StoreUnavailable(f"{self.key.key}: other agents write it as fast as this one")
         self._status = status
-        self._remembered = False
+        self._known_node_written = False
         return True
 
     def leave(self) -> None:
         """Nobody misses this node then. May raise StoreRefused."""
         self.key.withdraw()
-        self._store.delete(keys.KNOWN + self._status.node)
+        self._store.delete(keys.KNOWN_NODES + self._status.node)
 
-    def _remember(self) -> None:
+    def _write_known_node(self) -> None:
         """A lost race is the scheduler's, which sees that this node is there."""
-        if self._remembered:
+        if self._known_node_written:
             return
-        key, value = keys.KNOWN + self._status.node, KnownNode(self._status.node, self._status.address).to_json()
+        key, value = keys.KNOWN_NODES + self._status.node, KnownNode(self._status.node, self._status.address).to_json()
         with contextlib.suppress(StoreRefused):  # by the role of a node that an older version's page has made
             entry = self._store.read(key)
             if entry is None or entry.value != value:
                 self._store.compare_and_swap(key, None if entry is None else entry.version, value)
-        self._remembered = True
+        self._known_node_written = True
 
-    def _may_replace(self, value: bytes) -> bool:
+    def _own_or_raise(self, value: bytes) -> bool:
         other = self._decode(value)
         if other is not None and other.incarnation == self._status.incarnation:
             return True
         where = f", at {other.address}" if other is not None and other.address else ""
-        raise NameTaken(
+        raise NodeNameConflict(
             f"another agent is node {self._status.node!r}{where}: give this one another name (node in agent.toml), "
             "or stop that one"
         )
@@ -109,23 +112,23 @@ def inventory(settings: NodeSettings, incarnation: str, environ: Mapping[str, st
         slots=settings.slot_count(environ),
         gpus=settings.devices(environ),
         cpus=cpu_count(),
-        memory_bytes=_memory(),
+        memory_bytes=_memory_bytes(),
         elasticd=version(),
         python=platform.python_version(),
-        torch=_torch(),
-        driver=_driver(),
+        torch=_torch_version(),
+        driver=_driver_version(),
         labels=settings.labels,
     )
 
 
-def _memory() -> int:
+def _memory_bytes() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return 0
 
 
-def _torch() -> str:
+def _torch_version() -> str:
     """The version in the agent's environment; a job may use another one."""
     try:
         return metadata.version("torch")
@@ -133,6 +136,6 @@ def _torch() -> str:
         return ""
 
 
-def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+def _driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
     version = re.search(rb"Kernel Module(?: for \S+)?\s+([0-9.]+)", procfs.read(str(path)))
     return version[1].decode() if version else ""

@@ -77,7 +77,7 @@ class Notifier:
         return True
 
 
-def open_notifier(environ: MutableMapping[str, str], pid: int | None = None) -> Notifier:
+def take_notifier(environ: MutableMapping[str, str], pid: int | None = None) -> Notifier:
     """The notifier for this environment. It removes the variables: no child may notify for the agent."""
     variables = {name: environ.pop(name) for name in _VARIABLES if name in environ}
     address = variables.get("NOTIFY_SOCKET", "")

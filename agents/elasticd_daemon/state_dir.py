@@ -22,9 +22,9 @@ from elasticd_agent.system.files import read_plain, replace_file
 from elasticd_daemon.runners import liveness
 from elasticd_daemon.scheduler import retention
 
-LOCK = "agent.lock"
-IDENTITY = "node.json"
-COOKIE_KEY, KEY_BYTES = "cookie.key", 32
+LOCK_FILE = "agent.lock"
+IDENTITY_FILE = "node.json"
+COOKIE_KEY_FILE, COOKIE_KEY_BYTES = "cookie.key", 32
 CLEANUP_INTERVAL_S = 600.0
 FIRST_CLEANUP_S = 60.0
 """The start of the agent has priority."""
@@ -33,7 +33,7 @@ LOCK_WAIT_S = 3.0
 
 
 @contextlib.contextmanager
-def exclusive(state: Path) -> Iterator[None]:
+def exclusive_use(state: Path) -> Iterator[None]:
     """Create and lock the directory. Raises UsageError."""
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,11 +42,11 @@ def exclusive(state: Path) -> Iterator[None]:
             raise UsageError(f"state_dir {state}: other users can write there; chown it to this user and chmod it 0700")
         if stat.S_IMODE(status.st_mode) & 0o066:
             state.chmod(0o700)
-        lock = _take_lock(state / LOCK)
+        lock = _take_lock(state / LOCK_FILE)
     except OSError as error:
         raise UsageError(f"state_dir {state}: {error.strerror}") from None
     if lock is None:
-        other = liveness.lock_owner(state / LOCK)
+        other = liveness.lock_owner(state / LOCK_FILE)
         who = f"pid {other.pid}" if other is not None else "it is starting or ending"
         raise UsageError(f"state_dir {state}: another agent uses it ({who}); give each agent its own")
     try:
@@ -66,9 +66,9 @@ def _take_lock(path: Path) -> int | None:
     return lock
 
 
-def incarnation(state: Path, node: str) -> str:
+def persistent_incarnation(state: Path, node: str) -> str:
     """This agent's identity, constant for this directory and node name. Raises UsageError."""
-    path = state / IDENTITY
+    path = state / IDENTITY_FILE
     try:
         known = json.loads(path.read_bytes())
         if known["node"] == node and isinstance(known["incarnation"], str) and known["incarnation"]:
@@ -87,11 +87,11 @@ def incarnation(state: Path, node: str) -> str:
 
 def cookie_key(state: Path) -> bytes:
     """The key of the dashboard's cookies, kept so that they outlive the agent; a new one where it cannot be kept."""
-    path = state / COOKIE_KEY
+    path = state / COOKIE_KEY_FILE
     with contextlib.suppress(OSError):
-        if len(known := read_plain(path, KEY_BYTES)) == KEY_BYTES:
+        if len(known := read_plain(path, COOKIE_KEY_BYTES)) == COOKIE_KEY_BYTES:
             return known
-    made = secrets.token_bytes(KEY_BYTES)
+    made = secrets.token_bytes(COOKIE_KEY_BYTES)
     with contextlib.suppress(OSError):
         replace_file(path, made)
     return made

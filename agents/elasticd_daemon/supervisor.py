@@ -26,9 +26,9 @@ from elasticd_agent.system.processes.process import (
 )
 
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-STABLE_S = 60.0
+STABLE_AFTER_S = 60.0
 """An agent that ran this long started correctly: the backoff begins again."""
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STRAY_SIGNALS)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STRAY_SIGNALS)
 """The agent says what they mean to it."""
 HANG_TIMEOUT_S = 30.0
 """The same as WatchdogSec in deploy/systemd, and less than the timeout of the kubelet's liveness probe."""
@@ -107,7 +107,7 @@ def supervise(
 def _supervise(command: Sequence[str], watchdog: WatchdogMonitor | None, poll_s: float, abort_grace_s: float) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_NAME, b"elasticd-super")
-    signals = {*FORWARDED, signal.SIGCHLD}
+    signals = {*FORWARDED_SIGNALS, signal.SIGCHLD}
     # Signals are waited for, not handled: none can be lost between a check and the wait.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     failures = 0
@@ -122,10 +122,10 @@ def _supervise(command: Sequence[str], watchdog: WatchdogMonitor | None, poll_s:
             if code in FINAL_EXIT_CODES or end_requested:
                 return code if code >= 0 else 128 - code
             failure = f"{_describe_exit(code)} and is started again"
-        failures = 1 if time.monotonic() - started_at >= STABLE_S else failures + 1
+        failures = 1 if time.monotonic() - started_at >= STABLE_AFTER_S else failures + 1
         pause_s = BACKOFF_S[min(failures - 1, len(BACKOFF_S) - 1)]
         _log(f"the agent {failure} in {pause_s:g} s; jobs continue without it")
-        if _pause(pause_s, signals):
+        if _wait_for_stop_signal(pause_s, signals):
             return 128 + signal.SIGTERM
 
 
@@ -143,7 +143,7 @@ def _watch_agent(
     end_requested = False
     while (status := reap_children().get(child.pid)) is None:
         received = signal.sigtimedwait(signals, poll_s)
-        if received is not None and received.si_signo in FORWARDED:
+        if received is not None and received.si_signo in FORWARDED_SIGNALS:
             end_requested = end_requested or received.si_signo in (signal.SIGTERM, signal.SIGINT)
             os.kill(child.pid, received.si_signo)  # Popen.send_signal would reap it, and the loop would never end
         now = time.monotonic()
@@ -175,7 +175,7 @@ def _start(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _pause(seconds: float, signals: set[signal.Signals]) -> bool:
+def _wait_for_stop_signal(seconds: float, signals: set[signal.Signals]) -> bool:
     """Wait, and reap meanwhile. True if a signal requests the end."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:

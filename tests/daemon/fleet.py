@@ -99,7 +99,7 @@ class Fleet:
 
     def _changed(self, key: str) -> None:
         self._copies.invalidate(key)
-        if not key.startswith((names.NODES, names.SCHEDULER, names.CLOCK)):
+        if not key.startswith((names.NODES, names.SCHEDULER, names.SCHEDULER_CLOCK)):
             self._read = None
 
     def view(self) -> ClusterView:

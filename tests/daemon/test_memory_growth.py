@@ -89,7 +89,12 @@ def live_through(store: tuple[MemoryStore, Clock, Path], turns: int, chapters: i
         before.append(quiet(fleet, path))
     assert placed >= turns / 120, placed
     assert submitted >= turns / 1000, submitted
-    steady = {names.SEQUENCE, names.CLOCK, names.SCHEDULER, *(names.NODES + m.node for m in fleet.machines)}
+    steady = {
+        names.SUBMISSION_SEQUENCE,
+        names.SCHEDULER_CLOCK,
+        names.SCHEDULER,
+        *(names.NODES + m.node for m in fleet.machines),
+    }
     first, *others = before
     for later in others:
         assert later.keys <= steady, "keys"

@@ -18,7 +18,7 @@ from tests.daemon.conftest import MakeNode
 GAUGES: Samples = {
     (specs.SLOTS, ()): 8,
     (specs.SLOTS_USED, ()): 3,
-    **{(specs.STATE, (state,)): state == "draining" for state in specs.NODE_STATES},
+    **{(specs.NODE_STATE, (state,)): state == "draining" for state in specs.NODE_STATES},
     **{(specs.RUNNERS, (state,)): state == "running" for state in specs.RUNNER_STATES},
     (specs.REGISTERED, ()): True,
     (specs.IS_SCHEDULER, ()): False,
@@ -28,7 +28,7 @@ GAUGES: Samples = {
     (specs.EVENT_LOG_LINES_LOST, ()): 0,
     (specs.HEALTHY, ()): True,
     (specs.QUARANTINED, ()): False,
-    (specs.QUARANTINE_LEFT, ()): 0.0,
+    (specs.QUARANTINE_LEFT_S, ()): 0.0,
     (specs.FAILURE_STREAK, ()): 0,
 }
 
@@ -66,7 +66,7 @@ def test_failed_job_keeps_its_reason_for_a_while() -> None:
 
     def shown(*ends: JobResult | RunnerExit, scheduler: bool = False, age_s: float = 10.0) -> list[Labels]:
         now = 1000.0 + age_s
-        return [labels for _, labels in specs.failed_jobs(ends, "a", is_scheduler=scheduler, now=now)]
+        return [labels for _, labels in specs.failed_job_samples(ends, "a", is_scheduler=scheduler, now=now)]
 
     here = JobResult("llm", 1, "failed", 1, why, 1000.0, ("a", "b"))
     everywhere_refused = replace(here, nodes=())
@@ -74,11 +74,11 @@ def test_failed_job_keeps_its_reason_for_a_while() -> None:
     assert shown(here) == [series]
     assert shown(RunnerExit("llm", 1, 1, "failed", why, ended_at=1000.0)) == [series], "not in the store yet"
     assert shown(RunnerExit("llm", 1, 2, "refused", why, ended_at=1000.0)) == []
-    assert shown(here, age_s=specs.FAILED_KEPT_S) == []
+    assert shown(here, age_s=specs.FAILED_JOB_KEPT_S) == []
     assert shown(replace(here, outcome="cancelled"), replace(here, nodes=("b",)), scheduler=True) == []
     assert shown(everywhere_refused) == []
     assert shown(everywhere_refused, scheduler=True) == [series]
-    many = [replace(here, job=f"job-{job}", ended_at=1000.0 + job) for job in range(specs.MAX_FAILED + 3)]
+    many = [replace(here, job=f"job-{job}", ended_at=1000.0 + job) for job in range(specs.MAX_FAILED_JOBS + 3)]
     assert [job for job, _ in shown(*reversed(many))] == [one.job for one in many[3:]]
 
 
@@ -92,7 +92,7 @@ def test_lease_of_the_node_status() -> None:
     node = NodeMetrics("n1", "1.0")
     assert ("elasticd_node_lease_seconds",) not in samples(node.render(GAUGES)), "it has none yet"
     for renewal_s in (None, 0.001, 0.003, 7.0):
-        node.lease(3.0, renewal_s)
+        node.on_renewal(3.0, renewal_s)
     found = samples(node.render(GAUGES))
     assert found["elasticd_node_lease_seconds",] == 3
     buckets = {key[1]: value for key, value in found.items() if key[0] == "elasticd_node_lease_renewal_seconds_bucket"}

@@ -10,7 +10,7 @@ import pytest
 from elasticd_daemon.records import ClusterView, Cordon, JobResult, Placement, RunnerStatus, SlotAssignment, Submission
 from elasticd_daemon.runners.reconcile import (
     BACKOFF_S,
-    STABLE_S,
+    STABLE_AFTER_S,
     LocalRunner,
     NodePlan,
     RunnerEnd,
@@ -191,7 +191,7 @@ def test_crash_backoff() -> None:
             assert early.next_start_at == NOW + pause
             assert early.runners[0].state == "starting"
         assert plan(BOTH, outcomes=outcomes, now=NOW + pause).start
-    outcomes.add(lost, STABLE_S, NOW)
+    outcomes.add(lost, STABLE_AFTER_S, NOW)
     assert plan(BOTH, outcomes=outcomes).start
 
 

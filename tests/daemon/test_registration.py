@@ -7,7 +7,7 @@ import pytest
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_daemon import keys as names
 from elasticd_daemon.records import NodeStatus
-from elasticd_daemon.registration import NameTaken, NodeStatusPublisher
+from elasticd_daemon.registration import NodeNameConflict, NodeStatusPublisher
 from elasticd_daemon.scheduler.scheduler import Scheduler
 from tests.daemon.stores import Clock, InterruptedStore
 
@@ -22,7 +22,7 @@ class PublishingAgent:
         self.placer = Scheduler(self.store, node, self.card.incarnation, announce=self.announcement.key.announce_beside)
 
     def turn(self, clock: Clock) -> list[str]:
-        self.announcement.turn(self.card, clock.now)
+        self.announcement.publish(self.card, clock.now)
         return self.placer.turn(clock.now)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def test_restarted_agent_is_scheduler_again_within_a_lease(clock: Clock, memory:
 def test_unregistered_agent_schedules_nothing(clock: Clock, memory: MemoryStore) -> None:
     memory.announce(names.NODES + "a", NodeStatus("a", "somebody else", 4).to_json(), 60.0)
     twin = PublishingAgent(memory, "a")
-    with pytest.raises(NameTaken):
+    with pytest.raises(NodeNameConflict):
         twin.turn(clock)
     assert twin.placer.turn(clock.now) == []
     assert memory.read(names.SCHEDULER) is None

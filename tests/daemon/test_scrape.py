@@ -36,7 +36,7 @@ def test_merge_of_pages() -> None:
 
 def test_silent_runner_is_left_out() -> None:
     def ask(job: str, number: int, within_s: float) -> bytes:
-        assert 0 < within_s <= node_metrics.PER_RUNNER_S
+        assert 0 < within_s <= node_metrics.RUNNER_TIMEOUT_S
         if job == "b":
             raise ControlSocketError("it is stopped")
         return job_page(job, number)
@@ -53,7 +53,7 @@ def test_two_scrapes_at_once() -> None:
 
     class Jobs(list[tuple[str, int]]):
         def __contains__(self, key: object) -> bool:
-            scraper._page(("b", 1), time.monotonic() + 1)  # what another thread may do at this moment
+            scraper._fetch_page(("b", 1), time.monotonic() + 1)  # what another thread may do at this moment
             return True
 
     scraper.scrape([("a", 1)])
@@ -71,19 +71,19 @@ def test_busy_runner_keeps_its_series_for_a_while() -> None:
     scraper = RunnerScraper("n1", ask, lambda: now[0])
     (page,) = scraper.scrape([("a", 1)])
     answers[0] = False
-    now[0] = node_metrics.KEPT_S - 1
+    now[0] = node_metrics.LAST_PAGE_KEPT_S - 1
     assert scraper.scrape([("a", 1)]) == [page]
     assert scraper.scrape([("a", 2)]) == [], "another run"
     assert scraper.scrape([("a", 1)]) == [], "it has ended and begun again since"
     answers[0] = True
     assert scraper.scrape([("a", 1)]) == [page]
     answers[0] = False
-    now[0] += node_metrics.KEPT_S
+    now[0] += node_metrics.LAST_PAGE_KEPT_S
     assert scraper.scrape([("a", 1)]) == []
 
 
 def test_runners_are_queried_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_metrics, "ALL_RUNNERS_S", 30.0)
+    monkeypatch.setattr(node_metrics, "SCRAPE_TIMEOUT_S", 30.0)
     together = threading.Barrier(3, timeout=30)
 
     def ask(job: str, number: int, within_s: float) -> bytes:
@@ -150,17 +150,17 @@ def test_number_of_series_is_bounded() -> None:
         b'elasticd_x{job_id="a",node="n1",x="%d"} 1.0\n' % n for n in range(20_000)
     )
     began = time.monotonic()
-    assert len(samples(filter_samples("n1", "a", page))) == node_metrics.MAX_SERIES >= max_series(8)
+    assert len(samples(filter_samples("n1", "a", page))) == node_metrics.MAX_SERIES_PER_JOB >= max_series(8)
     assert time.monotonic() - began < 30
 
 
 def test_node_with_3_jobs_of_8_ranks_has_about_1000_series() -> None:
     pages = {job: worst(job, 8).render() for job in ("a", "b", "c")}
     node = NodeMetrics("n1", "1.0")
-    node.lease(3.0, 0.01)
+    node.on_renewal(3.0, 0.01)
     failed = {
-        (node_metrics.JOB_FAILED, (f"job-{job}", "rank 0 exited with code 1")): 1.0
-        for job in range(node_metrics.MAX_FAILED)
+        (node_metrics.JOB_FAILED_AT, (f"job-{job}", "rank 0 exited with code 1")): 1.0
+        for job in range(node_metrics.MAX_FAILED_JOBS)
     }
     checks = {
         (spec, (f"plugin {number}",)): 0.1

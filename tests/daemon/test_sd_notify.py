@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_daemon.sd_notify import Notifier, open_notifier
+from elasticd_daemon.sd_notify import Notifier, take_notifier
 
 
 class SystemdSocket:
@@ -48,7 +48,7 @@ def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SystemdS
 
 def test_datagrams(systemd: SystemdSocket) -> None:
     environ = {"NOTIFY_SOCKET": systemd.address, "PATH": "/bin"}
-    notifier = open_notifier(environ)
+    notifier = take_notifier(environ)
     assert notifier.ready("2 jobs run")
     assert systemd.receive() == ["READY=1", "STATUS=2 jobs run"]
     assert notifier.stopping(90.5, "drains")
@@ -64,7 +64,7 @@ def test_reloading_has_the_time(systemd: SystemdSocket) -> None:
 
 
 def test_newline_in_a_status_starts_no_message(systemd: SystemdSocket) -> None:
-    open_notifier({"NOTIFY_SOCKET": systemd.address}).ready("job a\nMAINPID=1\r\n ends")
+    take_notifier({"NOTIFY_SOCKET": systemd.address}).ready("job a\nMAINPID=1\r\n ends")
     assert systemd.receive() == ["READY=1", "STATUS=job a MAINPID=1 ends"]
 
 
@@ -92,19 +92,19 @@ def test_four_feeds_for_each_watchdog_period(systemd: SystemdSocket) -> None:
     ],
 )
 def test_watchdog_variables(variables: dict[str, str], watchdog_s: float | None) -> None:
-    assert open_notifier({"NOTIFY_SOCKET": "/nowhere", **variables}, pid=7).watchdog_s == watchdog_s
+    assert take_notifier({"NOTIFY_SOCKET": "/nowhere", **variables}, pid=7).watchdog_s == watchdog_s
 
 
 @pytest.mark.parametrize("address", [None, "", "@", "relative", "vsock:2:1234"])
 def test_without_a_service_manager(address: str | None) -> None:
     environ = {} if address is None else {"NOTIFY_SOCKET": address}
-    notifier = open_notifier(environ)
+    notifier = take_notifier(environ)
     assert not environ
     assert not any((notifier.ready(), notifier.feed(), notifier.reloading(), notifier.stopping(1)))
 
 
 def test_missing_socket_is_no_error(tmp_path: Path) -> None:
-    notifier = open_notifier({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "1000000"})
+    notifier = take_notifier({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "1000000"})
     assert not notifier.ready()
     assert not notifier.feed()
 
@@ -123,12 +123,12 @@ def test_full_socket_does_not_block(systemd: SystemdSocket) -> None:
 
 def test_children_do_not_inherit_the_variables(systemd: SystemdSocket) -> None:
     environ = {**os.environ, "NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "7"}
-    notifier = open_notifier(environ, pid=7)
+    notifier = take_notifier(environ, pid=7)
     asks = "import os; print([name for name in os.environ if 'NOTIFY' in name or 'WATCHDOG' in name])"
     child = subprocess.run([sys.executable, "-Ic", asks], env=environ, capture_output=True, text=True, timeout=30)
     assert child.stdout == "[]\n"
     # A process that replaces itself passes them on, and its replacement notifies as the same process.
-    assert open_notifier({**environ, **notifier.inherited}, pid=7).ready()
+    assert take_notifier({**environ, **notifier.inherited}, pid=7).ready()
     assert dict(notifier.inherited) == {
         "NOTIFY_SOCKET": systemd.address,
         "WATCHDOG_USEC": "1000000",

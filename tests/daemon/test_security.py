@@ -126,7 +126,7 @@ def test_a_nodes_own_role_writes_nothing_that_starts_programs(node_role: EtcdSer
         names.PLACEMENTS,
         names.CORDONS,
         names.SCHEDULER,
-        names.SEQUENCE,
+        names.SUBMISSION_SEQUENCE,
         names.NODES + "gpu-8",
     ]
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.system.processes.process import signal_name
-from elasticd_daemon.sd_notify import open_notifier
+from elasticd_daemon.sd_notify import take_notifier
 from elasticd_daemon.supervisor import WatchdogMonitor
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, comm_of, lives, until
@@ -107,8 +107,8 @@ sys.exit(supervise(sys.argv[2:], float(sys.argv[1]), 0.3))
 """
 HANGS_ONCE = """
 import os, pathlib, sys, time
-from elasticd_daemon.sd_notify import open_notifier
-open_notifier(os.environ).ready()
+from elasticd_daemon.sd_notify import take_notifier
+take_notifier(os.environ).ready()
 hung = pathlib.Path(sys.argv[1])
 if not hung.exists():
     hung.touch()
@@ -120,7 +120,7 @@ def test_watchdog_expires_only_for_a_silent_running_agent() -> None:
     watchdog = WatchdogMonitor(30.0)
     with closing(watchdog):
         environ = dict(watchdog.environment)
-        notifier = open_notifier(environ)
+        notifier = take_notifier(environ)
         assert notifier.watchdog_s == 30
         assert not watchdog.expired(100.0), "an agent that is starting has no time limit"
         notifier.ready("here")

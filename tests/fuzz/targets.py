@@ -102,7 +102,7 @@ STORED = {
     b"Placement": (keys.PLACEMENTS, "j"),
     b"JobResult": (keys.RESULTS, "j"),
     b"NodeStatus": (keys.NODES, "a"),
-    b"KnownNode": (keys.KNOWN, "b"),
+    b"KnownNode": (keys.KNOWN_NODES, "b"),
     b"Cordon": (keys.CORDONS, "a"),
 }
 NOW = 1_800_000_000.0

@@ -18,7 +18,7 @@ from elasticd_daemon.runners import liveness
 _LOCK = "lock"
 
 
-def prepare(state: Path) -> Path:
+def ensure_copy(state: Path) -> Path:
     """The copy of the code that this process runs; made, or verified if it exists. Raises OSError."""
     versions = state / "versions"
     digest = installation.digest()

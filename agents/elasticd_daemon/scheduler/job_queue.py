@@ -60,7 +60,7 @@ def read_view(
     cache = cache or StoreCache(store, ignore)
     return ClusterView(
         nodes=cache.read_records(names.NODES, NodeStatus, log),
-        known=cache.read_records(names.KNOWN, KnownNode, log, watched=watched),
+        known=cache.read_records(names.KNOWN_NODES, KnownNode, log, watched=watched),
         cordons=cache.read_records(names.CORDONS, Cordon, log, watched=watched),
         submissions=cache.read_records(names.SUBMISSIONS, Submission, log, watched=watched),
         placements=cache.read_records(names.PLACEMENTS, Placement, log, watched=watched),
@@ -147,7 +147,7 @@ def uncordon(store: Store, node: str) -> bool:
 
 def _next_number(store: Store) -> int:
     for _ in range(MAX_RACES):
-        entry = store.read(names.SEQUENCE)
+        entry = store.read(names.SUBMISSION_SEQUENCE)
         text = b"0" if entry is None else entry.value
         # A sequence that was lost or damaged continues above every known number.
         number = int(text) if text.isdigit() and len(text) < 16 else 0
@@ -156,7 +156,9 @@ def _next_number(store: Store) -> int:
             taken = [*(s.number for s in known.submissions), *(p.number for p in known.placements)]
             number = max([0, *taken, *(r.number for r in known.results)])
         number += 1
-        if store.compare_and_swap(names.SEQUENCE, None if entry is None else entry.version, str(number).encode()):
+        if store.compare_and_swap(
+            names.SUBMISSION_SEQUENCE, None if entry is None else entry.version, str(number).encode()
+        ):
             return number
     raise _lost_races("the job got no number")
 

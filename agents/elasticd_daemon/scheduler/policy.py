@@ -360,7 +360,7 @@ def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     if any(not job.runs and _feasible(job, nodes) for job in jobs):
         return
     for job in jobs:
-        if job.runs and job.submission.grow and len(job.assignments) < job.submission.most_nodes:
+        if job.runs and job.submission.grow and len(job.assignments) < job.submission.max_nodes_with_spares:
             before = set(job.assignments)
             _bind(job, nodes)
             if added := sorted(job.assignments.keys() - before):
@@ -381,12 +381,12 @@ def _bind(job: _Job, nodes: dict[str, _Node]) -> bool:
     def preference(node: _Node) -> tuple[bool, int, int, str]:
         # Nodes it ran on may have its checkpoints; then the most slots; then the tightest fit: others stay whole.
         free, name = len(node.free), node.status.node
-        return name not in known, -min(free, submission.most_slots), free, name
+        return name not in known, -min(free, submission.max_slots_with_spares), free, name
 
     if len(job.assignments) + len(fit) < submission.min_nodes:
         return False
-    for node in sorted(fit, key=preference)[: submission.most_nodes - len(job.assignments)]:
-        assignment = SlotAssignment(node.status.node, node.free[: submission.most_slots])
+    for node in sorted(fit, key=preference)[: submission.max_nodes_with_spares - len(job.assignments)]:
+        assignment = SlotAssignment(node.status.node, node.free[: submission.max_slots_with_spares])
         job.assignments[assignment.node] = assignment
         node.allocate(assignment, submission.job)
     return True

@@ -57,7 +57,7 @@ class SchedulerClock:
     def now_s(self, now: float, guard: Guard, at_least: float) -> float:
         """Raises StoreUnavailable. `at_least`: a time known to have been reached, if the clock was lost."""
         if self._since is None:
-            self._saved = self.store.read(names.CLOCK)
+            self._saved = self.store.read(names.SCHEDULER_CLOCK)
             text = b"" if self._saved is None else self._saved.value
             saved_s = float(text) if text.isdigit() and len(text) < 16 else 0.0
             self._base_s = max(saved_s, at_least)
@@ -66,10 +66,10 @@ class SchedulerClock:
             self._base_s += now - self._since
             self._since = now
             version = None if self._saved is None else self._saved.version
-            if not self.store.compare_and_swap(names.CLOCK, version, b"%d" % self._base_s, guard):
+            if not self.store.compare_and_swap(names.SCHEDULER_CLOCK, version, b"%d" % self._base_s, guard):
                 self.reset()  # another scheduler has the key; little time is lost
                 return self._base_s
-            self._saved = self.store.read(names.CLOCK)
+            self._saved = self.store.read(names.SCHEDULER_CLOCK)
         return self._base_s + now - self._since
 
 
@@ -133,7 +133,7 @@ def remove_records(store: Store, result: JobResult, node: str, lease_s: float) -
     that reuses the id meanwhile either loses its race or is not touched; and if this agent fails on the way, the moved
     records expire and the others are found again.
     """
-    lease = store.announce(names.CLEANUP, node.encode(), lease_s)
+    lease = store.announce(names.CLEANUP_LEASE, node.encode(), lease_s)
     if lease is None:
         return False
     try:

@@ -50,7 +50,7 @@ RETRY_REMOVAL_S = 600.0
 """Before the records of an ended job that could not be removed are tried again."""
 BOOT_S = 600.0
 """After the boot of this machine: when the power comes back, one node may be alone, and its file servers away."""
-WATCHED = (names.NODES, names.KNOWN, names.CORDONS, names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS)
+WATCHED = (names.NODES, names.KNOWN_NODES, names.CORDONS, names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS)
 
 
 @dataclass(eq=False, slots=True)
@@ -241,13 +241,13 @@ class Scheduler:
 
     def _note_lost_nodes(self, view: ClusterView, clock_s: float) -> None:
         """Note the loss of nodes in their records, for people: `schedule` times absent nodes itself."""
-        written = self._records.list(names.KNOWN)
+        written = self._records.list(names.KNOWN_NODES)
         for known in retention.stamp_nodes(view, clock_s, time.time())[: retention.STAMPS_PER_TURN]:
-            before = written.get(key := names.KNOWN + known.node)
+            before = written.get(key := names.KNOWN_NODES + known.node)
             if before and self.store.compare_and_swap(key, before.version, known.to_json(), self._guard):
                 self._sentences.append(f"node {known.node} is {'back' if known.lost_s is None else 'lost'}")
         for node in retention.forgotten_nodes(view, clock_s, self.retention_s):
-            self.store.delete(names.KNOWN + node)
+            self.store.delete(names.KNOWN_NODES + node)
 
     def _view(self, now: float) -> ClusterView:
         nodes, undecodable = self._records.decoded(names.NODES, NodeStatus)
@@ -265,7 +265,7 @@ class Scheduler:
         submissions = self._records.records(names.SUBMISSIONS, Submission)
         return ClusterView(
             nodes=tuple(present.values()),
-            known=self._records.records(names.KNOWN, KnownNode),
+            known=self._records.records(names.KNOWN_NODES, KnownNode),
             cordons=self._records.records(names.CORDONS, Cordon),
             submissions=tuple(s for s in submissions if s.job not in odd),
             placements=placements,

@@ -17,17 +17,17 @@ def names(state: Path) -> set[str]:
 
 
 def test_a_copy_is_made_once_and_repaired(tmp_path: Path) -> None:
-    copy = versions.prepare(tmp_path)
+    copy = versions.ensure_copy(tmp_path)
     made = copy.stat().st_ino
-    assert versions.prepare(tmp_path).stat().st_ino == made
+    assert versions.ensure_copy(tmp_path).stat().st_ino == made
     (copy / "elasticd" / "errors.py").write_text("")
-    assert versions.prepare(tmp_path) == copy
+    assert versions.ensure_copy(tmp_path) == copy
     assert installation.is_copy(copy, copy.name)
     assert names(tmp_path) == {copy.name}
 
 
 def test_only_unused_copies_are_removed(tmp_path: Path) -> None:
-    own = versions.prepare(tmp_path)
+    own = versions.ensure_copy(tmp_path)
     used, unused, partial = (tmp_path / "versions" / name for name in ("used", "unused", ".partial.new"))
     for copy in (used, unused, partial):
         copy.mkdir()
@@ -50,5 +50,5 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(installation, "copy_to", full)
     with pytest.raises(OSError, match="No space left"):
-        versions.prepare(tmp_path)
+        versions.ensure_copy(tmp_path)
     assert names(tmp_path) == set()

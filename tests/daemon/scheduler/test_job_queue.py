@@ -263,10 +263,10 @@ def test_submit_with_a_damaged_sequence(store: Store, text: bytes) -> None:
     """It continues above every known number."""
     for job in "abc":
         submit(store, job)
-    found = store.read(names.SEQUENCE)
-    assert store.compare_and_swap(names.SEQUENCE, found.version, text)
+    found = store.read(names.SUBMISSION_SEQUENCE)
+    assert store.compare_and_swap(names.SUBMISSION_SEQUENCE, found.version, text)
     assert submit(store, "d").number == 4
-    store.delete(names.SEQUENCE)
+    store.delete(names.SUBMISSION_SEQUENCE)
     assert submit(store, "e").number == 5
 
 

@@ -166,7 +166,7 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
             if before is None and (r.job, r.number, r.state) == (wants.job, wants.number, "running")
         }
         kept = {p.node for p in before.assignments} if before is not None else {node for node, _ in runs}
-        assert len(mine.assignments) <= max(wants.most_nodes, len(kept)), "never more"
+        assert len(mine.assignments) <= max(wants.max_nodes_with_spares, len(kept)), "never more"
         assert len({p.node for p in mine.assignments}) == len(mine.assignments)
         for at in mine.assignments:
             status = here.get(at.node) or absent[at.node]
@@ -177,7 +177,7 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
                 assert at.node in here, "nothing new on an absent node"
                 assert status.state == "ready"
                 assert at.node not in {c.node for c in view.cordons}
-                assert wants.min_slots <= len(at.slots) <= wants.most_slots
+                assert wants.min_slots <= len(at.slots) <= wants.max_slots_with_spares
                 assert max(at.slots) < status.slots
                 busy = {s for r in status.runners if r.state != "refused" for s in r.slots}
                 assert not busy & set(at.slots), "a process still runs there"

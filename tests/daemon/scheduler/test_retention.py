@@ -24,7 +24,7 @@ from elasticd_daemon.scheduler.scheduler import REFRESH_S, Scheduler
 from tests.daemon.stores import Clock, InterruptedStore
 
 HOUR = 3600.0
-FOR_EVER = {names.SEQUENCE, names.CLOCK, names.SCHEDULER, names.NODES + "a"}
+FOR_EVER = {names.SUBMISSION_SEQUENCE, names.SCHEDULER_CLOCK, names.SCHEDULER, names.NODES + "a"}
 
 
 class Queue:
@@ -85,7 +85,7 @@ def test_records_expire_after_the_retention_time() -> None:
     sentences = over.turns(REFRESH_S + 3)
     assert sentences == ["the records of job llm, number 1, were removed"]
     assert over.left() - before == {Keys("llmer").round, "/other/llm"}
-    assert over.memory.read(names.CLEANUP) is None
+    assert over.memory.read(names.CLEANUP_LEASE) is None
     assert over.run("llm").number == 2, "the id is free, the number is not used again"
 
 
@@ -98,7 +98,7 @@ def test_scheduler_clock_ignores_the_time_of_day(at: float) -> None:
         over.scheduler.close()
         over.next_scheduler()
     assert over.jobs() == {"llm"}
-    found = over.memory.read(names.CLOCK)
+    found = over.memory.read(names.SCHEDULER_CLOCK)
     assert 7.5 * HOUR < float(found.value) <= 9 * HOUR, "a change of schedulers loses a tick or two"
     over.turns(3 * HOUR, 600.0)
     assert not over.left()
@@ -125,12 +125,12 @@ def test_lost_or_damaged_clock(text: bytes | None) -> None:
     over.run("llm")
     over.turns(HOUR, 600.0)
     over.scheduler.close()
-    found = over.memory.read(names.CLOCK)
+    found = over.memory.read(names.SCHEDULER_CLOCK)
     assert found is not None
     if text is None:
-        over.memory.delete(names.CLOCK)
+        over.memory.delete(names.SCHEDULER_CLOCK)
     else:
-        assert over.memory.compare_and_swap(names.CLOCK, found.version, text)
+        assert over.memory.compare_and_swap(names.SCHEDULER_CLOCK, found.version, text)
     over.next_scheduler()
     over.turns(4 * HOUR, 600.0)
     assert over.jobs() == {"llm"}, "not early"
@@ -241,7 +241,7 @@ def test_submission_during_the_removal() -> None:
             answer = attempt(over)
             assert isinstance(answer, Submission)
         assert answer.number > 1
-        assert over.memory.read(names.CLEANUP) is None
+        assert over.memory.read(names.CLEANUP_LEASE) is None
     assert outcomes == {"lost", "refused"}
 
 

@@ -525,7 +525,7 @@ def test_lost_node_is_shown_until_it_is_back_or_long_gone(monkeypatch: pytest.Mo
 
     def turn(*nodes: str, seconds: float = 1.0) -> None:
         for node in nodes:
-            publishers[node].turn(NodeStatus(node, "i", 4, "h:1"), fleet.clock.now)
+            publishers[node].publish(NodeStatus(node, "i", 4, "h:1"), fleet.clock.now)
         fleet.turn(seconds)
 
     def shown(after_s: float = 0.0) -> dict[str, tuple[str, str]]:

@@ -36,7 +36,11 @@ ASKED_FOR = {
 }  # fmt: skip
 SCRAPE = {"job", "instance"}
 """What Prometheus itself gives every series."""
-VALUES = {"cause": set(RESTART_CAUSES), "state": {*TIME_STATES, *gauges.NODE_STATES}, "outcome": set(gauges.OUTCOMES)}
+VALUES = {
+    "cause": set(RESTART_CAUSES),
+    "state": {*TIME_STATES, *gauges.NODE_STATES},
+    "outcome": set(gauges.RUNNER_OUTCOMES),
+}
 """Values that rules select by."""
 
 

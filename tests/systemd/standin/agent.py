@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from elasticd_daemon.sd_notify import open_notifier
+from elasticd_daemon.sd_notify import take_notifier
 
 STATE = Path(sys.argv[1])
 SIGNALS = (signal.SIGTERM,)
@@ -45,7 +45,7 @@ def main() -> int:
     for number in SIGNALS:
         signal.signal(number, heard)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    notifier = open_notifier(os.environ)
+    notifier = take_notifier(os.environ)
     if (STATE / "refuses").exists():
         return 2
     pid = runner()
