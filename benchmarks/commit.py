@@ -71,10 +71,10 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, float, st
             if more == "numpy's draws":
                 numpy.random.rand()
             start = time.perf_counter()
-            donor._expect(None)
-            donor._before_change(optimizer)
+            donor._record_expected(None)
+            donor._before_optimizer_step(optimizer)
             ready = time.perf_counter()
-            donor.begin()
+            donor.begin_commit()
             donor.commit(step)
             end = time.perf_counter()
             times.append(end - start)
@@ -85,9 +85,9 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, float, st
             at_end.append(time.perf_counter() - end)
         parts = {
             "record": lambda: committed._record.commit(7),
-            "objects": lambda: committed._copy_objects(),
+            "objects": lambda: committed._copy_small_state(),
             "counters": lambda: committed._fingerprint.commit(),
-            "ring": lambda: (committed._ring.begin(), committed._ring.commit(7, None)),
+            "ring": lambda: (committed._ring.before_optimizer_step(), committed._ring.commit(7, None)),
         }
         found = {name: statistics.median(timed(part) for _ in range(COMMITS)) for name, part in parts.items()}
     whole, part, last = (statistics.median(each) * 1e6 for each in (times, in_step, at_end))
@@ -108,7 +108,7 @@ def without_writer(attached: dict[str, Any], device: Any) -> Any:
     group = SimpleNamespace(rank=0, world_size=1, device=device)
     saver: Any = SimpleNamespace(group=group, writer=None, round=1)
     donor: Any = Donor(saver, attached, True)
-    donor._committed = CommittedState(saver, attached, {}, donor._expect)
+    donor._committed = CommittedState(saver, attached, {}, donor._record_expected)
     donor._committed.reason_against = str
     donor._why = ""
     return donor

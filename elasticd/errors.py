@@ -22,6 +22,9 @@ A message says what happened, where, and what to do about it. RoundChanged is no
 
 from __future__ import annotations
 
+Reason = str
+"""A sentence that says why something is refused or has failed, "" if it is not and has not."""
+
 
 class ElasticdError(Exception):
     """Base of every error that elasticd raises on purpose."""

@@ -441,7 +441,7 @@ class Session:
             self._begin_steps()
         self._omissions.at_step()
         if self._donor is not None:
-            self._donor.begin()
+            self._donor.begin_commit()
         for obj in self._committing:
             obj.commit()
         self._steps += 1
@@ -519,7 +519,7 @@ class Session:
         """The restored state is one that this rank can save at a fault before its first step."""
         if self._donor is None and self._restored_at is not None:
             self._donor = self._begin_donor()
-            self._donor.begin_at(self._steps, self._restored_at)
+            self._donor.commit_restored(self._steps, self._restored_at)
 
     def run(self, train: Callable[[], T]) -> T:
         """Restore, call `train`, and return what it returns; call it again when the ranks of the job change.
@@ -622,14 +622,14 @@ class Session:
             self._enter_round()
         except BaseException:
             if self._holder is not None:
-                self._holder.fail()  # all ranks may raise, and nobody else has the state then
+                self._holder.on_script_failure()  # all ranks may raise, and nobody else has the state then
             raise
         self._enter()
 
     def _leave_round(self, why: str) -> None:
         """Give up all that belongs to the round, without waiting for the others: they do the same, or are gone."""
         why = why or self._modules.reason_against()
-        if self._donor is not None and not why and self._donor.leave() is not None:
+        if self._donor is not None and not why and self._donor.leave_round() is not None:
             self._holder = self._donor
         if not why and self._holder is None and not (self._restored or restore.may_restore(self._context)):
             why = "nothing has been saved yet"
@@ -643,7 +643,7 @@ class Session:
         if why:  # a new process takes this one's place
             self._context.message(f"rank {self.rank} ends, as its process cannot stay: {why}", self._steps)
             if self._donor is not None:
-                self._donor.fail()  # it may hold the only state
+                self._donor.on_script_failure()  # it may hold the only state
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _enter_round(self) -> None:
@@ -654,13 +654,13 @@ class Session:
         self._launch.report_entry(self._steps, held.commit.step if held is not None else 0)
         release = self._launch.released()
         if holder is not None:
-            holder.look_again()
+            holder.drop_if_changed()
         self._launch.follow(release)
         self._is_ahead, self._has_left = False, True
         self._heartbeat.follow(os.environ["ELASTICD_HEARTBEAT"])
         environment = process_group.read_environment()
         if holder is not None:
-            holder.follow(environment.round)
+            holder.join_round(environment.round)
         group = process_group.join(environment, self._timeout, self._group.device)
         if self._is_attached_by_train:
             self._forget_attached()
@@ -671,7 +671,7 @@ class Session:
             call()
         syncs = _NEW in self._channel.read_all("entry", "whether its process is new")
         if holder is not None:
-            holder.end_copy()
+            holder.skip_held_copy()
         is_restored = functools.partial(in_place.is_restored, self._attached, self._optional)
         self._modules.rebuild(is_restored, syncs, keeps=holder is not None and group.rank != 0)
         if self._is_attached_by_train:
@@ -755,7 +755,7 @@ class Session:
         has_failed = ends_by(sys.exc_info()[1])  # called by `finally`, or at the end of `with`
         if self._donor is not None:
             if has_failed:
-                self._donor.fail()
+                self._donor.on_script_failure()
             self._donor.close()
         self._omissions.close(has_failed)
         self._saver.close(wait=not has_failed)
@@ -857,7 +857,7 @@ class Session:
         if self._barrier_s is not None:
             self.barrier(f"checkpoint at step {self._steps}", self._barrier_s)
         if self._donor is not None:
-            self._donor.look()
+            self._donor.rewatch_at_next_commit()
         try:
             return self._saver.save(self._steps, self._attached, why, wait, random_state)
         except CheckpointRefused:

@@ -102,7 +102,7 @@ class SaveContext:
         every = self.channel.gather_on_rank0(key, json.dumps(mine).encode(), what)
         return self.channel.on_rank0(answer_key or key, what, lambda: decide([json.loads(word) for word in every]))
 
-    def own_part(self, step: int) -> StateDict:
+    def reserved_part(self, step: int) -> StateDict:
         """The part of every state that describes the save itself."""
         return {"step": step, "round": self.round, "world_size": self.group.world_size}
 

@@ -279,7 +279,7 @@ class Restore:
     def _drop_other(self, choice: Choice) -> None:
         """This process gives up a state that has not been chosen."""
         if self._holder is not None and not (choice.in_processes and self._context.group.rank in choice.ranks):
-            self._holder.drop()
+            self._holder.drop_held()
 
     def _agree_on_shards(self, choice: Choice, attempt: int) -> bool:
         """Each node can read the parts of a sharded state that other nodes have in memory."""
@@ -393,7 +393,7 @@ class Restore:
         self._drop_other(choice)
         notes = self._load_attached(choice, content)
         saved_by = None if choice.in_processes else donor_of(choice.key[1])
-        donor = None if saved_by is None else saved.get(committed_state.DONOR, saved_by)
+        donor = None if saved_by is None else saved.get(committed_state.DONOR_KEY, saved_by)
         rank, world_size = self._context.group.rank, self._context.group.world_size
         states = saved.get("per_rank", {})
         notes += training_state.scatter_per_rank(self._context.per_rank, states, rank, world_size, self._optional)
@@ -451,11 +451,11 @@ class Restore:
         buffers = [holder[key] for _, (holder, key) in step_files.buffers(self._attached)]
         own = list(filter(step_files.on_host, buffers))
         record = committed_state.RankRecord(rank, step, own, round)
-        if record.committed is None and committed_state.DRAWN not in saved:  # by a donor of an older version
-            if record.expected is not None and saved.get(committed_state.EXPECTED, False):
+        if record.committed is None and committed_state.RNG_DRAWS_KEY not in saved:  # by a donor of an older version
+            if record.expected is not None and saved.get(committed_state.RNG_EXPECTED_KEY, False):
                 return record.expected.random_state
             return step_files.kept_random_state(rank, step, round)
-        known = record.random_state(committed_state.Drawn.of(saved))
+        known = record.random_state(committed_state.RankDraws.from_saved(saved))
         return known or step_files.kept_random_state(rank, step, round)
 
     def _agree_on_success(self, choice: Choice, error: Exception | None, notes: list[str]) -> Resumed:

@@ -266,7 +266,7 @@ class Saver:
                     self.context.events.write("message", what, step)
 
     def _content(self, step: int, attached: Mapping[str, Any], every_rank: Sequence[Sequence[Any]]) -> StateDict:
-        own = self.context.own_part(step)
+        own = self.context.reserved_part(step)
         own["rng"] = [random_state for random_state, _, _ in every_rank]
         if names := list(self.context.per_rank):
             own["per_rank"] = {name: [states[name] for _, states, _ in every_rank] for name in names}

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import elasticd
 from elasticd import channel
 from elasticd.checkpointing.at_fault import committed_state, donor, donor_rules, step_files, step_record
-from elasticd.checkpointing.at_fault.committed_state import CommittedState, Drawn, RankRecord
-from elasticd.checkpointing.at_fault.donor import MOST_TRIALS, CopyTrial, Donor
+from elasticd.checkpointing.at_fault.committed_state import CommittedState, RankDraws, RankRecord
+from elasticd.checkpointing.at_fault.donor import MOST_TRIAL_COMMITS, CopyTrial, Donor
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.memory.buffers import KILLED
@@ -104,7 +104,13 @@ class BusyGpu(CommittedState):
     ("where", "name", "broken", "answers", "why"),
     [
         (step_record, "last_step", fail, ["saving", "donated"], "cannot save its state at a fault: AssertionError: a"),
-        (CommittedState, "is_behind", fail, ["saving", "donated"], "cannot save its state at a fault: AssertionError"),
+        (
+            CommittedState,
+            "is_gpu_behind",
+            fail,
+            ["saving", "donated"],
+            "cannot save its state at a fault: AssertionError",
+        ),
         (donor, "CommittedState", BusyGpu, ["donated"], "no copy from it ends"),
     ],
     ids=["before the save", "in the save", "no copy from a GPU ends"],
@@ -142,25 +148,25 @@ def test_rank_gives_up_where_recording_a_step_takes_too_long(
     copy_s: Callable[[int], float], step_s: float, gives_up_at: int
 ) -> None:
     trial, now, why, commit = CopyTrial(), 1.0, "", 0
-    while trial.is_on(commit) and not why:
+    while trial.measures_next(commit) and not why:
         commit += 1
-        why = trial.measured(commit, now, copy_s(commit))
+        why = trial.add_commit(commit, now, copy_s(commit))
         now += step_s + copy_s(commit)
     assert (commit if why else 0) == gives_up_at
-    assert commit <= MOST_TRIALS
+    assert commit <= MOST_TRIAL_COMMITS
 
 
 def test_forked_child_leaves_what_is_its_parents(
     two_ranks: TwoRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(CommittedState, "expect", lambda _, step: asked.append(step))
+    monkeypatch.setattr(CommittedState, "record_expected", lambda _, step: asked.append(step))
     writer_of_saves = SimpleNamespace(wait=lambda *_: asked.append("wait") or {"saved": True, "path": "", "why": ""})
     writes = writes_of(tmp_path, writer_of_saves)
     writes.expect(10)
     rank, writer = two_ranks.donor(0)
     with writer, contextlib.closing(rank):
-        rank.begin()
+        rank.begin_commit()
         rank.commit(4)
         train = functools.partial(backward, two_ranks.attached[0]["model"])
         train()
@@ -227,7 +233,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(kind, name, note)
 
-    for kind, name in ((Donor, "fail"), (Donor, "close"), (Saver, "close")):
+    for kind, name in ((Donor, "on_script_failure"), (Donor, "close"), (Saver, "close")):
         watch(kind, name)
     return calls
 
@@ -245,8 +251,8 @@ def test_state_that_a_save_refuses_is_not_saved_at_the_fault_either(tmp_path: Pa
 @pytest.mark.parametrize(
     ("raised", "in_step", "calls", "messages"),
     [
-        (True, False, ["Donor.fail", "Donor.close"], 1),
-        (False, True, ["Donor.fail", "Donor.close"], 0),
+        (True, False, ["Donor.on_script_failure", "Donor.close"], 1),
+        (False, True, ["Donor.on_script_failure", "Donor.close"], 0),
         (False, False, ["Donor.close"], 0),
     ],
 )
@@ -267,7 +273,7 @@ def test_script_that_ends_in_a_step_may_have_caught_an_exception(
         monkeypatch.delattr("sys.last_value")
     rank, writer = two_ranks.donor(1, lambda: in_step)
     with writer:
-        rank.begin()  # no state of a step can be saved now
+        rank.begin_commit()  # no state of a step can be saved now
         at_exit.pop()()
     assert called == calls
     assert len(WorkerEventReader(two_ranks.notes).read()[0]) == messages
@@ -287,7 +293,9 @@ def test_session_closed_by_an_exception_saves_its_state_and_waits_for_no_checkpo
         session.step()
         if error is not None:
             raise error
-    expected = ["Donor.fail", "Donor.close", "Saver.close"] if fails else ["Donor.close", "Saver.close waits"]
+    expected = (
+        ["Donor.on_script_failure", "Donor.close", "Saver.close"] if fails else ["Donor.close", "Saver.close waits"]
+    )
     assert called == expected
 
 
@@ -319,7 +327,7 @@ def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(two_ranks: TwoRanks,
 
 
 def saved_by(survivor: CommittedState) -> StateDict:
-    commit = survivor.current()
+    commit = survivor.commit_in_memory()
     assert commit is not None
     return survivor.content(commit)
 
@@ -332,13 +340,13 @@ def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_els
     ranks = [two_ranks.committed(rank) for rank in (0, 1)]
     for step in (1, 2, 3):
         for number, rank in enumerate(ranks):
-            rank.before_change(step > 1)
-            rank.expect(step)
+            rank.before_optimizer_step(step > 1)
+            rank.record_expected(step)
             model = two_ranks.attached[number]["model"].module
             if moves and step == 3:
                 model.mean = model.mean.clone()
             if (number, step) != (0, 3):
-                rank.commit(step, skipped=False)
+                rank.commit(step, scaler_skipped=False)
     assert saved_by(ranks[1])["model"]["mean"].tolist() == [float(moves)] * 3
 
 
@@ -370,12 +378,12 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
         for number, rank in enumerate(ranks):
             torch.set_rng_state(states[number])
             torch.rand(5)  # dropout
-            rank.expect(step)
+            rank.record_expected(step)
             expected = torch.get_rng_state()
-            rank.before_change(step > 1)
+            rank.before_optimizer_step(step > 1)
             torch.rand(draws(number, step))
             if (number, step) != (0, 3):
-                rank.commit(step, skipped=False)
+                rank.commit(step, scaler_skipped=False)
                 states[number] = torch.get_rng_state()
             else:
                 states[number] = expected
@@ -388,7 +396,7 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
         saved = saved_by(ranks[1])[RESERVED]
         assert saved["rng"][0] is None
         there.rename(path)
-        return RankRecord(0, 3, [torch.zeros(3)]).random_state(Drawn.of(saved))
+        return RankRecord(0, 3, [torch.zeros(3)]).random_state(RankDraws.from_saved(saved))
 
     if outcome == "unknown":
         with pytest.raises(CheckpointError, match="rank 0 had not finished step 3, and draws random numbers"):

@@ -124,8 +124,8 @@ class Donor:
         self.calls: list[Any] = []
         self.has_drawn = False
 
-    def begin_step(self, is_changed: bool, is_tail: bool) -> bool:
-        self.calls.append("tail" if is_tail else is_changed)
+    def commit_late_changes(self, is_changed: bool, is_epoch_tail: bool) -> bool:
+        self.calls.append("tail" if is_epoch_tail else is_changed)
         return self.has_drawn
 
     def close(self) -> None:

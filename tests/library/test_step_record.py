@@ -89,7 +89,7 @@ def test_last_step_is_the_newest_commit(tmp_path: Path) -> None:
     assert step_record.last_step(path) == 0
     record = StepRecord(path, places([torch.ones(5)]), [torch.ones(3)])
     for step in range(1, 4):
-        record.expect(step)
+        record.record_expected(step)
         assert step_record.last_step(path) == step - 1
         record.commit(step)
         assert step_record.last_step(path) == step
@@ -102,13 +102,13 @@ def test_tensor_that_torch_has_moved_is_found(tmp_path: Path, size: int, moved: 
     tensors, path = {"buffer": torch.ones(size), "parameter": torch.ones(size)}, str(tmp_path / "record")
     held = [tensors["buffer"]]
     record = StepRecord(path, places(held), [tensors["parameter"]])
-    record.expect(1)
+    record.record_expected(1)
     record.commit(1)
     tensors[moved].share_memory_()  # type: ignore[no-untyped-call]
     churn = [torch.full((size,), 7.0) for _ in range(20)]
     for tensor in tensors.values():
         tensor.fill_(2)
-    record.expect(2)
+    record.record_expected(2)
     record.commit(2)
     if moved == "parameter":  # a piece may still be read where it was: no state is saved until it is located again
         record.locate()
@@ -144,7 +144,7 @@ def test_buffer_that_the_script_replaces_is_followed(tmp_path: Path) -> None:
     record = StepRecord(path, [(held, key) for key in held], [torch.ones(3)])
     for step in range(1, 6):
         held["mean"] = held["mean"] * 2
-        record.expect(step)
+        record.record_expected(step)
         held["mean"] = held["mean"] + 1
         record.commit(step, b"digest")
         assert record.moved_at == step
@@ -169,7 +169,7 @@ def test_expected_commit_counts_while_nothing_draws(tmp_path: Path, draw: Callab
     record = StepRecord(path, places(buffers), parameters)
     torch.randn(1), numpy.random.randn(1), random.gauss(0, 1)
     for step in (1, 2):
-        record.expect(step)
+        record.record_expected(step)
         if step == 2:
             draw()
             buffers[1].zero_()
@@ -208,10 +208,10 @@ def test_rank_keeps_what_it_expected_of_a_commit_through_steps_that_are_none(tmp
     path, buffer = str(tmp_path / "record"), torch.zeros(4)
     for step in (8, 12, 16):  # the same slot, if the step decided
         record = StepRecord(path, places([buffer]), [torch.ones(3)])  # such as after add_param_group()
-        record.expect(step)
+        record.record_expected(step)
         record.commit(step)
         for accumulated in range(step + 1, step + 4):
-            record.expect(accumulated)
+            record.record_expected(accumulated)
         found = [
             step_record.read(path, at, [buffer], expected) for at in (step - 4, step) for expected in (False, True)
         ]
@@ -232,7 +232,7 @@ def test_what_an_optimizer_keeps_in_the_hosts_memory_for_a_gpu_is_recorded(tmp_p
     record = StepRecord(path, [], [], fixed=list(found.values()))
     held = [optimizer.state[parameters[1]]["step"]]
     for step in (1, 2):
-        record.expect(step)
+        record.record_expected(step)
         held[0].fill_(step)
         record.commit(step)
     for step in (1, 2):
@@ -255,8 +255,8 @@ def test_commit_that_is_made_again_has_what_was_drawn_and_keeps_the_one_before(
     draw()
     buffer += 1
     assert record.has_drawn()
-    record.commit_again(2)
-    record.begin()
+    record.replace_commit(2)
+    record.mark_next_step_begun()
     again, before = (step_record.read(path, step, [buffer]) for step in (2, 1))
     assert (again.is_begun, again.is_again, before.is_begun, before.is_again) == (True, True, False, False)
     assert again.buffers[0].tolist() == [1.0] * 3

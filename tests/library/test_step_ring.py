@@ -48,13 +48,13 @@ class FakeEvent:
 
 
 def step(ring: StepRing, number: int) -> None:
-    ring.begin()
+    ring.before_optimizer_step()
     ring.commit(number, f"as of {number}")
 
 
 def at(ring: StepRing) -> int | None:
-    found = ring.current()
-    assert found is None or found.kept == f"as of {found.step}"
+    found = ring.commit_in_memory()
+    assert found is None or found.small_state == f"as of {found.step}"
     return None if found is None else found.step
 
 
@@ -65,13 +65,13 @@ def test_memory_is_at_the_newest_commit_that_the_device_has_passed() -> None:
         step(ring, number)
     seen, behind = [], []
     for _ in range(2 * DEPTH):
-        behind.append(ring.is_behind())
+        behind.append(ring.is_device_behind())
         seen.append(at(ring))
         device.run()
     assert seen == [None, None, 1, None, 2, None, 3, None], "None: an optimizer step has begun"
     assert at(ring) == 4
     assert all(behind)
-    assert not ring.is_behind()
+    assert not ring.is_device_behind()
 
 
 def test_collective_that_hangs_keeps_the_memory_at_the_step_before() -> None:
@@ -90,7 +90,7 @@ def test_state_that_changes_during_a_copy_is_found() -> None:
     ring = StepRing(device.mark)
     step(ring, 1)
     device.run(2)
-    copied = ring.current()
+    copied = ring.commit_in_memory()
     assert copied is not None and copied.is_whole()
     step(ring, 2)
     assert copied.is_whole(), "queued, and not begun"
@@ -117,7 +117,7 @@ def test_commit_in_another_stream_than_the_optimizers_step_is_none() -> None:
     step(ring, 1)
     device.run(2)
     assert at(ring) == 1
-    ring.begin()
+    ring.before_optimizer_step()
     stream[0] = 2
     ring.commit(2, "as of 2")
     device.run(2)
@@ -147,14 +147,14 @@ def test_buffers_and_random_state_are_those_of_the_commit_however_far_the_proces
     for number in range(1, 60):
         counter += 4
         device.queue(lambda value=float(number): running.fill_(value))
-        ring.begin()
+        ring.before_optimizer_step()
         ring.commit(number, counter)
         while device.queued - device.done > 4 * ahead:
             device.run()
-            if (found := ring.current()) is not None:
+            if (found := ring.commit_in_memory()) is not None:
                 seen.add(found.step)
                 assert found.buffers[0].tolist() == [found.step] * 3
-                assert found.kept == 4 * found.step
+                assert found.small_state == 4 * found.step
     assert len(seen) > 50
 
 
@@ -186,7 +186,7 @@ def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPat
     step(ring, 1)
     assert at(ring) is None
     device.run(2)
-    found = ring.current()
+    found = ring.commit_in_memory()
     assert found is not None and found.buffers[0].tolist() == [0.0] * 3
     running.fill_(1)
     assert found.buffers[0].tolist() == [0.0] * 3

@@ -38,27 +38,27 @@ from elasticd.checkpointing.at_fault.step_ring import Commit, StepRing, ring_of
 from elasticd.checkpointing.context import SaveContext, cursor_of
 from elasticd.checkpointing.state import device_copy, training_state
 from elasticd.checkpointing.state.training_state import RandomState, StateDict
-from elasticd.errors import CheckpointError
+from elasticd.errors import CheckpointError, Reason
 
-EXPECTED = "rng_expected"
+RNG_EXPECTED_KEY = "rng_expected"
 """Key in a state: True if random states are, at a commit, what they were in the backward pass."""
-DRAWN = "rng_drawn"
+RNG_DRAWS_KEY = "rng_drawn"
 """Key in a state: of the ranks on the donor's node how they have drawn, for a rank that has died on another one."""
-DONOR = "donor"
+DONOR_KEY = "donor"
 """Key in a sharded state: the rank that saved state.pt at a fault."""
-_Kept = tuple[list[bytes], list[list[StateDict]]]
+_SmallState = tuple[list[bytes], list[list[StateDict]]]
 """Small objects, pickled, and the groups of optimizers."""
-CHANGED = "what is attached was changed after session.step()"
-_CHANGES = "what is attached is changed between session.step() and the optimizer's step"
-MOST_CHANGES = 3
+CHANGED_REASON = "what is attached was changed after session.step()"
+_REPEATED_CHANGE_REASON = "what is attached is changed between session.step() and the optimizer's step"
+MOST_CHANGES_IN_A_ROW = 3
 """Steps in a row before which it may change where counters show it, such as by load_state_dict()."""
 
 
 class CommittedState:
-    """The state of the attached objects as of the last commit. The training thread calls `compare` and `before_change`
-    before an optimizer's step and `commit` after it; the rest is for a fault, under a lock that keeps these out.
-    `expect` is called in each backward pass, before this rank sends its first gradient. `averaged` is the result of
-    `donor_rules.averaged`.
+    """The state of the attached objects as of the last commit. The training thread calls `compare_with_commit` and
+    `before_optimizer_step` before an optimizer's step and `commit` after it; the rest is for a fault, under a lock that
+    keeps these out. `record_expected` is called in each backward pass, before this rank sends its first gradient.
+    `averaged` is the result of `donor_rules.averaged`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CommittedState:
         self._others = [obj for obj in objects if not isinstance(obj, (Module, Optimizer))]
         self._states = list(map(nonblocking_state_reader, self._others))
         self._scalers = [obj for obj in self._others if isinstance(obj, GradScaler)]
-        self._updates = self._scaler_updates()
+        self._updates = self._scaler_update_marks()
         self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
         """Those that may differ between ranks: saves are refused then."""
         self._fingerprint = Fingerprint([obj for obj in objects if isinstance(obj, Module)], self.optimizers)
@@ -104,26 +104,26 @@ class CommittedState:
             hook.remove()
         self._more_hooks.clear()
 
-    def release(self) -> None:
+    def close_record(self) -> None:
         """Close the record's file now, instead of when the cycles of this object are collected: a process that stays
         has a record in each round.
         """
         del self._record
 
-    def reason_against(self) -> str:
+    def reason_against(self) -> Reason:
         return reason_against(self._context, self._attached, self._averaged)
 
     # --- at a step ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Watch what the script may replace: buffers, parameters that are trained, groups of optimizers."""
-        self._groups = _groups(self.optimizers)
+        self._groups = _group_parameter_ids(self.optimizers)
         self._sizes = list(map(len, self._groups))
         places = dict(step_files.buffers(self._attached))
         self._buffers = {path: holder[key] for path, (holder, key) in places.items()}
         self._on_host = [path for path, buffer in self._buffers.items() if step_files.on_host(buffer)]
         self._on_device = [path for path, buffer in self._buffers.items() if not step_files.on_host(buffer)]
-        recorded = _recorded(self.optimizers)
+        recorded = _recorded_parameters(self.optimizers)
         on_device = [tensor for tensor in recorded if not step_files.on_host(tensor)]
         self._pieces = [step_record.piece(tensor, step_record.PIECE_BYTES) for tensor in on_device]
         # As bytes: tensors of one type are copied by one kernel.
@@ -132,7 +132,7 @@ class CommittedState:
         if watched != self._watched:  # else a GPU may still be at a commit of the ring
             self._ring, self._watched = ring_of(self._context.group.device, watched_memory), watched
         on_host = list(filter(step_files.on_host, recorded))
-        self._record_from({path: places[path] for path in self._on_host}, on_host)
+        self._ensure_record({path: places[path] for path in self._on_host}, on_host)
         # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
         parallel = [model for obj in self._attached.values() if (model := training_state.parallel(obj)) is not None]
         parameters: list[Any] = [parameter for model in parallel for parameter in itertools.islice(trained(model), 1)]
@@ -140,7 +140,7 @@ class CommittedState:
             hook.remove()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._expect) for parameter in parameters]
 
-    def _record_from(self, places: Mapping[Any, step_record.Place], parameters: list[torch.Tensor]) -> None:
+    def _ensure_record(self, places: Mapping[Any, step_record.Place], parameters: list[torch.Tensor]) -> None:
         """Keep the record that there is, if it is of these: another one takes 0.3 ms."""
         pieces = [(memory.data_ptr(), memory.numel()) for memory in parameters]
         recorded = (list(places), [id(holder) for holder, _ in places.values()], pieces)
@@ -155,7 +155,7 @@ class CommittedState:
         self._record = step_record.StepRecord(path, followed, parameters, device, fixed)
         self._recorded = recorded
 
-    def _watch_again(self) -> str:
+    def _watch_again(self) -> Reason:
         """Parameter groups, buffers or parameters that are trained may be other ones than at the commit before.
 
         Returns why this rank can no longer be a donor, or "".
@@ -168,11 +168,11 @@ class CommittedState:
             self._fingerprint.restart()
         return ""
 
-    def look(self) -> None:
+    def rewatch_at_next_commit(self) -> None:
         """At the next commit: a save has been made, which takes longer than that."""
         self._must_look = True
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def hook_first_gradient(self, optimizer: torch.optim.Optimizer) -> None:
         """Hook the optimizer's first parameter with a gradient: those that had a hook are frozen now, as where two
         models train in turn.
         """
@@ -183,14 +183,14 @@ class CommittedState:
         if first is not None and id(first) not in self._more_hooks:
             self._more_hooks[id(first)] = first.register_post_accumulate_grad_hook(self._expect)
 
-    def before_change(self, is_committed: bool) -> None:
-        """Before an optimizer's step; `is_committed`: the step before it has been."""
+    def before_optimizer_step(self, is_previous_committed: bool) -> None:
+        """Before an optimizer's step; `is_previous_committed`: the step before it has been."""
         # A GPU may not have passed the commit when the next one is made, with which counters are compared from then on.
-        if self.copies is not None and is_committed and self._fingerprint.is_irregular():
+        if self.copies is not None and is_previous_committed and self._fingerprint.is_irregular():
             self._ring.last.is_spoilt = True
-        self._ring.begin()
+        self._ring.before_optimizer_step()
 
-    def compare(self) -> str:
+    def compare_with_commit(self) -> Reason:
         """Before the optimizer's next step, with the last commit. Returns why this rank gives up, "" if it does not.
 
         Where counters or addresses show a change, a fault before this step has found it, too; a script may make such a
@@ -203,37 +203,38 @@ class CommittedState:
         self._changes = self._changes + 1 if now != before else 0
         self._must_look = self._must_look or self._changes > 0
         is_unseen = now != before and now[:2] == before[:2]
-        return _CHANGES if self._changes == MOST_CHANGES or is_unseen else ""
+        return _REPEATED_CHANGE_REASON if self._changes == MOST_CHANGES_IN_A_ROW or is_unseen else ""
 
     def has_updated_scaler(self) -> bool:
         """Since the last commit: if no optimizer has made a step, a GradScaler has skipped it."""
-        return bool(self._scalers) and any(map(operator.is_not, self._updates, self._scaler_updates()))
+        return bool(self._scalers) and any(map(operator.is_not, self._updates, self._scaler_update_marks()))
 
-    def _scaler_updates(self) -> list[Any]:
+    def _scaler_update_marks(self) -> list[Any]:
         """Each update makes a new one. In a torch without them a step that is skipped is no commit."""
         return [getattr(scaler, "_per_optimizer_states", None) for scaler in self._scalers]
 
-    def pass_over(self) -> None:
+    def skip_commit(self) -> None:
         """Instead of a commit, where no optimizer has made a step: other attached things may have been changed."""
         self._whole = None
 
-    def expect(self, step: int) -> None:
+    def record_expected(self, step: int) -> None:
         """Record, in the backward pass, what this rank will be at the end of `step`, as far as that is known."""
         with contextlib.suppress(step_record.OtherBuffers):  # from the commit on there are other ones to watch
-            self._record.expect(step)
+            self._record.record_expected(step)
 
-    def commit(self, step: int, skipped: bool) -> str:
-        """The memory is at the end of this step, or a GPU will be. Returns as `compare` does.
+    def commit(self, step: int, scaler_skipped: bool) -> Reason:
+        """The memory is at the end of this step, or a GPU will be. Returns as `compare_with_commit` does.
 
-        `skipped`: no optimizer has made a step, so counters have not grown as usual. Raises what a state_dict() may.
+        `scaler_skipped`: no optimizer has made a step, so counters have not grown as usual. Raises what a state_dict()
+        may.
         """
         self.commits += 1
         if self._scalers:
-            self._updates = self._scaler_updates()
-        if skipped:
+            self._updates = self._scaler_update_marks()
+        if scaler_skipped:
             self._fingerprint.restart()
-        objects = self._copy_objects()
-        digest = self._digest(objects) if self._unlike else b""
+        objects = self._copy_small_state()
+        digest = self._digest_unlike(objects) if self._unlike else b""
         looks = self._must_look or self.commits & (self.commits - 1) == 0
         sizes = [len(group["params"]) for groups in objects[1] for group in groups]
         if (looks or sizes != self._sizes) and (why := self._watch_again()):
@@ -257,22 +258,22 @@ class CommittedState:
         """Random numbers since the last commit."""
         return self._record.has_drawn()
 
-    def is_changed(self) -> bool:
+    def are_tensors_changed(self) -> bool:
         """Tensors have been, since then, as far as that is known at once."""
         return self.copies is None and self._fingerprint.changed()
 
-    def begin(self) -> None:
+    def mark_next_step_begun(self) -> None:
         """The next step does."""
-        self._record.begin()
+        self._record.mark_next_step_begun()
 
-    def commit_again(self, step: int) -> None:
+    def replace_commit(self, step: int) -> None:
         """Replace the last commit: the script has changed something before the next step begins."""
-        objects = self._copy_objects()
+        objects = self._copy_small_state()
         with contextlib.suppress(step_record.OtherBuffers):  # found at the next commit
-            self._record.commit_again(step, self._digest(objects) if self._unlike else b"")
-        self._ring.last.kept = objects
+            self._record.replace_commit(step, self._digest_unlike(objects) if self._unlike else b"")
+        self._ring.last.small_state = objects
         self._whole = None
-        if self.is_changed():
+        if self.are_tensors_changed():
             self._fingerprint.restart()
             self._fingerprint.commit()
             self._ring.last.revision = self._fingerprint.revision
@@ -281,22 +282,22 @@ class CommittedState:
         """Say how long a step takes, at least."""
         self._fingerprint.set_step_s(step_s)
 
-    def _copy_objects(self) -> _Kept:
+    def _copy_small_state(self) -> _SmallState:
         small = [pickle.dumps(state_of(), pickle.HIGHEST_PROTOCOL) for state_of in self._states]
         return small, [[group.copy() for group in optimizer.param_groups] for optimizer in self.optimizers]
 
-    def _digest(self, kept: _Kept) -> bytes:
-        return hashlib.blake2b(b"".join([kept[0][index] for index in self._unlike]), digest_size=16).digest()
+    def _digest_unlike(self, small_state: _SmallState) -> bytes:
+        return hashlib.blake2b(b"".join([small_state[0][index] for index in self._unlike]), digest_size=16).digest()
 
     # --- at a fault ---------------------------------------------------------------------------------------------------
 
-    def is_behind(self) -> bool:
+    def is_gpu_behind(self) -> bool:
         """The GPU has not passed the last commit."""
-        return self._ring.is_behind()
+        return self._ring.is_device_behind()
 
-    def current(self) -> Commit | None:
+    def commit_in_memory(self) -> Commit | None:
         """The commit that the memory is at, if there is one."""
-        return self._ring.current()
+        return self._ring.commit_in_memory()
 
     def has_changed(self, commit: Commit) -> bool:
         """The state is not that of this commit any more."""
@@ -304,18 +305,18 @@ class CommittedState:
         committed = step_record.read(path, commit.step, self._host_buffers())
         return (
             not commit.is_whole()
-            or _groups(self.optimizers) != self._groups
+            or _group_parameter_ids(self.optimizers) != self._groups
             or self._fingerprint.changed()
             or committed is None
             or committed.pieces != self._record.pieces()
             or commit.revision != self._fingerprint.revision
-            or self._copied(self._pieces) != self._copied(commit.buffers[len(self._on_device) :])
+            or self._gpu_bytes(self._pieces) != self._gpu_bytes(commit.buffers[len(self._on_device) :])
         )
 
     def check_unchanged(self, commit: Commit) -> None:
         """Raises CheckpointError if it has changed, or cannot be saved any more."""
         if self.has_changed(commit):
-            raise CheckpointError(CHANGED)
+            raise CheckpointError(CHANGED_REASON)
         now = {path: holder[key] for path, (holder, key) in step_files.buffers(self._attached)}
         kinds = [
             {path: step_record.kind(buffer) for path, buffer in buffers.items()} for buffers in (now, self._buffers)
@@ -334,7 +335,7 @@ class CommittedState:
     def _host_buffers(self) -> list[torch.Tensor]:
         return [self._buffers[path] for path in self._on_host]
 
-    def _copied(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    def _gpu_bytes(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
         """The bytes of these tensors, as they are on the GPU now."""
         starts = [int(tensor.storage_offset()) for tensor in tensors]
         parts = [
@@ -342,22 +343,22 @@ class CommittedState:
         ]
         return [] if self.copies is None else [bytes(data) for _, data in self.copies.pieces(parts)]
 
-    def _kept(self, commit: Commit) -> Iterator[tuple[str, Any]]:
+    def _small_objects(self, commit: Commit) -> Iterator[tuple[str, Any]]:
         """The small objects as of the commit."""
         names = [name for name, obj in self._attached.items() if any(obj is other for other in self._others)]
-        for name, data in zip(names, commit.kept[0], strict=True):
+        for name, data in zip(names, commit.small_state[0], strict=True):
             yield name, pickle.loads(data)
 
     def content(self, commit: Commit) -> StateDict:
         """The whole state as `Saver` saves it. Raises CheckpointError, and what a state_dict() may raise."""
         step = commit.step
-        drawn, random_states, is_as_expected, buffers = self._records(step)
+        drawn, random_states, is_as_expected, buffers = self._read_records(step)
         for path, copied in zip(self._on_device, commit.buffers, strict=False):
             buffer = self._buffers[path]
             buffers[path] = copied.view(buffer.dtype).view(buffer.shape) if len(copied) else buffer
-        small = dict(self._kept(commit))
+        small = dict(self._small_objects(commit))
         for name, key in buffers.keys() & {(name, key) for name in small for key in step_files.OF_SCALER}:
-            (data,) = self._copied([step_record.piece(buffers[name, key])])
+            (data,) = self._gpu_bytes([step_record.piece(buffers[name, key])])
             small[name][key] = torch.frombuffer(bytearray(data), dtype=buffers.pop((name, key)).dtype).item()
         now = training_state.gather({name: obj for name, obj in self._attached.items() if name not in small})
         content = {name: small[name] if name in small else now[name] for name in self._attached}
@@ -368,23 +369,32 @@ class CommittedState:
                 number, what = key
                 content[name]["state"][number] = {**content[name]["state"][number], what: value}
         optimizers = [name for name, obj in self._attached.items() if isinstance(obj, Optimizer)]
-        for name, groups in zip(optimizers, commit.kept[1], strict=True):
+        for name, groups in zip(optimizers, commit.small_state[1], strict=True):
             if has_mutable_setting(groups):
                 raise CheckpointError(MUTABLE)
             for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
                 saved.update({key: value for key, value in committed.items() if key != "params"})
-        return {**content, **self._own_part(step, drawn, random_states, is_as_expected)}
+        return {**content, **self._reserved_part(step, drawn, random_states, is_as_expected)}
 
     def cursor(self, commit: Commit) -> Any:
         """The position of the attached sampler."""
-        return cursor_of(self._attached, dict(self._kept(commit)))
+        return cursor_of(self._attached, dict(self._small_objects(commit)))
 
-    def _own_part(self, step: int, drawn: Sequence[Drawn], random_states: list[Any], is_as_expected: bool) -> StateDict:
-        own = self._context.own_part(step)
-        described = [(rank.rank, rank.last, rank.digests) for rank in drawn]
-        return {training_state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected, DRAWN: described}}
+    def _reserved_part(
+        self, step: int, drawn: Sequence[RankDraws], random_states: list[Any], is_as_expected: bool
+    ) -> StateDict:
+        own = self._context.reserved_part(step)
+        described = [(rank.rank, rank.previous_step, rank.digests) for rank in drawn]
+        return {
+            training_state.RESERVED: {
+                **own,
+                "rng": random_states,
+                RNG_EXPECTED_KEY: is_as_expected,
+                RNG_DRAWS_KEY: described,
+            }
+        }
 
-    def _records(self, step: int) -> tuple[list[Drawn], list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
+    def _read_records(self, step: int) -> tuple[list[RankDraws], list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
         """The draws of those ranks of this node that have finished `step`, all random states that it has as of then
         (None for the others), whether this rank's is as it has expected, and rank 0's buffers, else ours. Raises
         CheckpointError.
@@ -412,7 +422,7 @@ class CommittedState:
             raise CheckpointError(
                 f"a rank had not begun the step after {step}, before which the script changes something"
             )
-        drawn = [record.drawn for record in ranks if record.committed is not None]
+        drawn = [record.draws for record in ranks if record.committed is not None]
         random_states = [record.random_state(drawn) for record in ranks]
         buffers = (first.committed or mine.committed).buffers
         if first.committed is None and first.expected and mine.expected and self._record.moved_at != step:
@@ -420,23 +430,23 @@ class CommittedState:
         return drawn, random_states, mine.is_as_expected, dict(zip(self._on_host, buffers, strict=True))
 
 
-_Digests = Mapping[str, str] | None
+_GeneratorDigests = Mapping[str, str] | None
 """Digests of the state of each random generator; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RankDraws:
     """The draws of a rank that has finished a step, in it and before: ranks with equal digests draw alike."""
 
     rank: int
-    last: int  #: the last step that it had finished before, 0 for none
-    digests: Sequence[_Digests]  #: at the commit, as it was expected, and both of the last step before
+    previous_step: int  #: the last step that it had finished before, 0 for none
+    digests: Sequence[_GeneratorDigests]  #: at the commit, as it was expected, and both of the last step before
     random_state: Mapping[str, Any]
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> list[Drawn]:
+    def from_saved(cls, saved: Mapping[str, Any]) -> list[RankDraws]:
         """Those in a saved state, which has the random states already."""
-        return [cls(rank, last, digests, saved["rng"][rank]) for rank, last, digests in saved.get(DRAWN, ())]
+        return [cls(rank, last, digests, saved["rng"][rank]) for rank, last, digests in saved.get(RNG_DRAWS_KEY, ())]
 
 
 class RankRecord:
@@ -447,7 +457,7 @@ class RankRecord:
         self._path = step_files.path_of("commit", rank, round)
         self.committed, self.expected = self._read(step)
 
-    def random_state(self, others: Sequence[Drawn]) -> RandomState | None:
+    def random_state(self, others: Sequence[RankDraws]) -> RandomState | None:
         """The rank's random state as of the step; None if nothing is known of the rank. Raises CheckpointError if it
         may have drawn more.
         """
@@ -460,11 +470,11 @@ class RankRecord:
         return random_state
 
     @property
-    def drawn(self) -> Drawn:
+    def draws(self) -> RankDraws:
         assert self.committed is not None
-        last, *before = self.before
-        digests = tuple(map(_digests, (self.committed, self.expected, *before)))
-        return Drawn(self._rank, last, digests, self.committed.random_state)
+        last, *before = self.previous
+        digests = tuple(map(_generator_digests, (self.committed, self.expected, *before)))
+        return RankDraws(self._rank, last, digests, self.committed.random_state)
 
     def _read(self, step: int) -> tuple[RecordedStep | None, RecordedStep | None]:
         committed, expected = (step_record.read(self._path, step, self._buffers, kind) for kind in (False, True))
@@ -476,45 +486,47 @@ class RankRecord:
         return self.committed is not None and self.expected is not None and self.expected.draws_as(self.committed)
 
     @functools.cached_property
-    def before(self) -> tuple[int, RecordedStep | None, RecordedStep | None]:
+    def previous(self) -> tuple[int, RecordedStep | None, RecordedStep | None]:
         """The last step that it has finished before, 0 for none; as `committed` and `expected`."""
         last = max((earlier for earlier in step_record.steps(self._path) if earlier < self._step), default=0)
         return last, *(self._read(last) if last else (None, None))
 
-    def _likely_state(self, others: Sequence[Drawn]) -> RandomState | None:
+    def _likely_state(self, others: Sequence[RankDraws]) -> RandomState | None:
         """The random state that this rank, which is dead, would have had at the commit; None if that is not known."""
-        of = self.expected or self.before[1]
-        likely = {kind: self._likely(kind, others) for kind in of.random_state} if of is not None else {}
+        of = self.expected or self.previous[1]
+        likely = (
+            {kind: self._likely_generator_state(kind, others) for kind in of.random_state} if of is not None else {}
+        )
         return likely if likely and None not in likely.values() else None
 
-    def _likely(self, kind: str, others: Sequence[Drawn]) -> Any:
+    def _likely_generator_state(self, kind: str, others: Sequence[RankDraws]) -> Any:
         """The state of one generator: that of a rank where it was in the same state until then, or what was expected,
         if this rank draws none after the backward pass.
         """
-        last, *records = self.before
-        committed_before, expected_before, expected = map(_digests, (*records, self.expected))
-        drew_none = _alike(kind, committed_before, expected_before)
+        last, *records = self.previous
+        committed_before, expected_before, expected = map(_generator_digests, (*records, self.expected))
+        drew_none = _is_same_state(kind, committed_before, expected_before)
         as_expected = True
         for other in others:
             own_committed, own_expected, own_before, own_expected_before = other.digests
-            has_been_equal = last == other.last and _alike(kind, committed_before, own_before)
-            if has_been_equal and _alike(kind, expected, own_expected) is not False:
+            has_been_equal = last == other.previous_step and _is_same_state(kind, committed_before, own_before)
+            if has_been_equal and _is_same_state(kind, expected, own_expected) is not False:
                 return other.random_state.get(kind)
-            if drew_none is None or _alike(kind, own_before, own_expected_before) is drew_none:
-                as_expected = as_expected and bool(_alike(kind, own_committed, own_expected))
+            if drew_none is None or _is_same_state(kind, own_before, own_expected_before) is drew_none:
+                as_expected = as_expected and bool(_is_same_state(kind, own_committed, own_expected))
         if drew_none is False or not as_expected:
             return None
         return self.expected and self.expected.random_state[kind]
 
 
-def _digests(found: RecordedStep | None) -> _Digests:
+def _generator_digests(found: RecordedStep | None) -> _GeneratorDigests:
     if found is None:
         return None
     every = found.random_state.items()
     return {kind: hashlib.blake2b(training_state.to_bytes(value), digest_size=16).hexdigest() for kind, value in every}
 
 
-def _alike(kind: str, one: _Digests, other: _Digests) -> bool | None:
+def _is_same_state(kind: str, one: _GeneratorDigests, other: _GeneratorDigests) -> bool | None:
     """True if the state of one generator is the same in both; None if a state is not known."""
     return None if one is None or other is None else one.get(kind) == other.get(kind)
 
@@ -536,7 +548,7 @@ def nonblocking_state_reader(obj: Any) -> Callable[[], Any]:
     return of_scaler
 
 
-def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def _recorded_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """The parameters of which a commit record has a piece."""
     parameters = [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad
@@ -546,6 +558,6 @@ def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]
     return trained[:: max(every, 1)]
 
 
-def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
+def _group_parameter_ids(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
     """The parameters of each group, by id."""
     return [list(map(id, group["params"])) for optimizer in optimizers for group in optimizer.param_groups]

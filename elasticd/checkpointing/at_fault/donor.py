@@ -58,7 +58,7 @@ import torch
 
 from elasticd import channel
 from elasticd.checkpointing.at_fault import step_files, step_record
-from elasticd.checkpointing.at_fault.committed_state import CHANGED, CommittedState
+from elasticd.checkpointing.at_fault.committed_state import CHANGED_REASON, CommittedState
 from elasticd.checkpointing.at_fault.donor_rules import averaged, reason_against
 from elasticd.checkpointing.at_fault.held_commit import HeldCommit, large_storages
 from elasticd.checkpointing.at_fault.step_ring import Commit
@@ -71,41 +71,42 @@ from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.training_state import RandomState
 from elasticd.checkpointing.storage.atomic_write import write_at
 from elasticd.checkpointing.storage.manifest import Manifest
-from elasticd.errors import CheckpointError
+from elasticd.errors import CheckpointError, Reason
 from elasticd.rejoin.launch_channel import NoLaunchChannel
 
 LONGEST_COPY_S = 200e-6
-"""The longest that the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
-SHARE = 0.002
-TRIALS, MOST_TRIALS = 32, 128
+"""The longest that the copies at a commit may take, or COPY_SHARE_OF_STEP of a step if that is longer; else the rank is
+no donor."""
+COPY_SHARE_OF_STEP = 0.002
+TRIAL_COMMITS, MOST_TRIAL_COMMITS = 32, 128
 """Commits of which the fastest copy and the fastest step are compared; of more if that takes too long, since on a busy
 machine each of the first ones may have been disturbed."""
-WAIT_S, LONGEST_CHANGE_S = 0.25, 2.0
+CHANGE_WAIT_S, LONGEST_CHANGE_WAIT_S = 0.25, 2.0
 """The time that a rank is waited for which is between the optimizer's step and the commit, or about to begin that:
-WAIT_S and twice the time that this took lately, but less than the launcher waits."""
-SHORT_S, MOST_SHORT = 1.0, 3
+CHANGE_WAIT_S and twice the time that this took lately, but less than the launcher waits."""
+SHORT_LIVED_WRITER_S, MOST_SHORT_LIVED_WRITERS = 1.0, 3
 """A writer that ends so soon, so many times in a row, will do so again."""
-PROBE_S = 0.1
+GPU_PROBE_S = 0.1
 """A copy of one byte from a GPU takes 0.1 ms, or does not end."""
-BEHIND_S = 0.25
+GPU_CATCH_UP_S = 0.25
 """The wait for a GPU that is at the end of the last step: an optimizer's step of a large model takes 0.01 to 0.1 s
 there."""
-BEGIN_S = 0.1
+STEP_BEGIN_WAIT_S = 0.1
 """The wait for a rank that is about to begin a step; its script may do something long before that, such as an
 evaluation."""
-LONGEST_STAY_S = 5.0
+LAUNCHER_WAIT_S = 5.0
 """The wait for the launcher to kill or unwind this rank, which it does at once."""
-LONGEST_WAIT_S = 5.0
+OTHER_COPY_WAIT_S = 5.0
 """The wait for another rank that copies the same step: the launcher waits for all."""
-COPY_HELD_S = 1.0
+COPY_HELD_AFTER_S = 1.0
 """A state that is held for longer is copied, too: all processes that hold it may be lost while they wait. The only one
 of its node begins at once. A copy that is not complete when the round is does not go on."""
 _SLICE_BYTES = 16 << 20
 """The part of a tensor after which such a copy may end."""
-_UNCLEAN = "it was between the optimizer's step and session.step()"
+_MID_CHANGE_REASON = "it was between the optimizer's step and session.step()"
 
 
-class _NotNeeded(Exception):
+class _CopyNotNeeded(Exception):
     """The next round has the state."""
 
 
@@ -113,31 +114,33 @@ class CopyTrial:
     """Measures the first commits: the fastest copy and the fastest step show whether copies cost too much."""
 
     def __init__(self) -> None:
-        self._commits = TRIALS
+        self._commits = TRIAL_COMMITS
         self._copy_s, self._last = 1e9, 0.0
         self.step_s = 1e9
         """The fastest step."""
 
-    def is_on(self, commits: int) -> bool:
+    def measures_next(self, commits: int) -> bool:
         """True if the next commit, after so many, is measured."""
         return commits < self._commits
 
-    def measured(self, commits: int, start: float, copy_s: float) -> str:
+    def add_commit(self, commits: int, start: float, copy_s: float) -> Reason:
         """Take a commit into account. Returns why the rank gives up, "" if it does not."""
         self._copy_s = min(self._copy_s, copy_s)
         if self._last:
             self.step_s = min(self.step_s, start - self._last)
         self._last = start
-        if self.is_on(commits) or self._copy_s <= max(LONGEST_COPY_S, SHARE * self.step_s):
+        if self.measures_next(commits) or self._copy_s <= max(LONGEST_COPY_S, COPY_SHARE_OF_STEP * self.step_s):
             return ""
         self._commits *= 4
-        if self._commits <= MOST_TRIALS:
+        if self._commits <= MOST_TRIAL_COMMITS:
             return ""
         return f"copying buffers and random states takes {self._copy_s * 1e6:.0f} µs a step"
 
 
 class Donor:
-    """This rank as a donor. `begin` and `commit` are called by `session.step()`, `fail` when the script has failed."""
+    """This rank as a donor. `begin_commit` and `commit` are called by `session.step()`, `on_script_failure` when the
+    script has failed.
+    """
 
     def __init__(
         self,
@@ -168,7 +171,7 @@ class Donor:
         self._is_changed = False
         """The state of the last commit has been, since then."""
         self._is_expected = True
-        """`_expect` has been called since the last optimizer's step began."""
+        """`_record_expected` has been called since the last optimizer's step began."""
         self._next_step = 0
         """The step that the next `session.step()` ends; 0 before the first one."""
         self._step = 0
@@ -187,7 +190,7 @@ class Donor:
         """The digest of that state, once the script has left it unchanged."""
         self._is_copied = False
         """A copy of it is in memory, or is not needed."""
-        self._copy_after_s = COPY_HELD_S
+        self._copy_after_s = COPY_HELD_AFTER_S
         self._closed = self._failed = self._is_silent = False
         self._unsaved: tuple[int, str] | None = None
         """Step and reason of the last report."""
@@ -198,19 +201,19 @@ class Donor:
             parameters = averaged(attached, context.group.world_size)
             self._why = reason_against(context, attached, parameters)
             if not self._why:
-                self._committed = CommittedState(context, attached, parameters, self._expect)
-                self._open()
+                self._committed = CommittedState(context, attached, parameters, self._record_expected)
+                self._start()
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._why = f"{type(error).__name__}: {error}"
         if self._why:
             self._give_up(self._why)
 
-    def _open(self) -> None:
+    def _start(self) -> None:
         if self._committed.copies is not None:
             self._committed.copies.is_free(device_copy.FIRST_S)
         self._socket = self._connect()
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_change) for optimizer in self._committed.optimizers
+            optimizer.register_step_pre_hook(self._before_optimizer_step) for optimizer in self._committed.optimizers
         ]
         self._thread.start()
         atexit.register(self._at_exit)
@@ -226,23 +229,23 @@ class Donor:
             raise
         return connection
 
-    def look(self) -> None:
+    def rewatch_at_next_commit(self) -> None:
         """The next commit may look for tensors that are new: a save has been made, which takes longer than that."""
         if not self._why:
-            self._committed.look()
+            self._committed.rewatch_at_next_commit()
 
-    def _before_change(self, optimizer: Any, *_: Any) -> None:
+    def _before_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._has_begun = True
         if not self._is_expected and not self._why:
-            self._committed.follow(optimizer)
+            self._committed.hook_first_gradient(optimizer)
         self._is_expected = False
         if self._changing:
             return
         self._optimized = True
-        if why := self._committed.compare():
+        if why := self._committed.compare_with_commit():
             self._give_up(why)
         self._begin_change()
-        self._committed.before_change(self._step > 0)
+        self._committed.before_optimizer_step(self._step > 0)
 
     def _begin_change(self) -> None:
         self._lock.acquire()
@@ -252,22 +255,22 @@ class Donor:
         self._changing = True
         self._changing_since = time.monotonic()
 
-    def _expect(self, _: torch.Tensor) -> None:
+    def _record_expected(self, _: torch.Tensor) -> None:
         """Record the expected state in the backward pass, before this rank sends a gradient that the others need for
         the step.
         """
         self._has_begun = self._is_expected = True
         if not self._next_step or self._why or os.getpid() != self._pid:
             return
-        start = time.perf_counter() if self._trial.is_on(self._committed.commits) else 0.0
+        start = time.perf_counter() if self._trial.measures_next(self._committed.commits) else 0.0
         try:
-            self._committed.expect(self._next_step)
+            self._committed.record_expected(self._next_step)
         except Exception as error:  # noqa: BLE001 - as in `commit`
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         if start:
             self._expect_s = time.perf_counter() - start
 
-    def begin(self) -> None:
+    def begin_commit(self) -> None:
         """At the start of `session.step()`."""
         if not self._changing:
             self._begin_change()
@@ -281,9 +284,9 @@ class Donor:
         try:
             if not self._why:
                 if self._optimized or self._committed.has_updated_scaler():
-                    self._copy(step)
+                    self._commit_and_measure(step)
                 else:
-                    self._committed.pass_over()
+                    self._committed.skip_commit()
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         finally:
@@ -293,49 +296,49 @@ class Donor:
             self._has_begun = self._is_changed = False
             self._lock.release()
 
-    def begin_at(self, step: int, random_state: RandomState) -> None:
+    def commit_restored(self, step: int, random_state: RandomState) -> None:
         """The state of `step` has been restored, with this random state: it can be saved before the first step."""
         device = self._context.group.device
         now = training_state.random_state(device)
         training_state.set_random_state(random_state, device)
-        self.begin()
+        self.begin_commit()
         self._optimized = True
         self.commit(step)
         training_state.set_random_state(now, device)
         if not self._why:
-            self._committed.pass_over()  # the script may still change it, such as by freezing layers
+            self._committed.skip_commit()  # the script may still change it, such as by freezing layers
 
-    def begin_step(self, is_changed: bool, is_tail: bool) -> bool:
+    def commit_late_changes(self, is_changed: bool, is_epoch_tail: bool) -> bool:
         """Take into the last commit what the script has changed or drawn since then; True if it has drawn.
 
-        `is_tail`: it is repeated by a run that resumes from that commit, as long as all tensors are those of it.
+        `is_epoch_tail`: it is repeated by a run that resumes from that commit, as long as all tensors are those of it.
         """
         self._has_begun = True
         if self._why or not self._step or self._changing:
             return False
         has_drawn = False
         try:
-            has_drawn = not is_tail and self._committed.has_drawn()
-            if has_drawn or (is_changed and not (is_tail and not self._committed.is_changed())):
+            has_drawn = not is_epoch_tail and self._committed.has_drawn()
+            if has_drawn or (is_changed and not (is_epoch_tail and not self._committed.are_tensors_changed())):
                 with self._lock:
-                    self._committed.commit_again(self._step)
+                    self._committed.replace_commit(self._step)
                     self._is_changed = True
-            self._committed.begin()
+            self._committed.mark_next_step_begun()
         except Exception as error:  # noqa: BLE001 - as in `commit`
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         return has_drawn
 
-    def _copy(self, step: int) -> None:
-        start = time.perf_counter() if self._trial.is_on(self._committed.commits) else 0.0
+    def _commit_and_measure(self, step: int) -> None:
+        start = time.perf_counter() if self._trial.measures_next(self._committed.commits) else 0.0
         self._step = 0
-        if why := self._committed.commit(step, skipped=not self._optimized):
+        if why := self._committed.commit(step, scaler_skipped=not self._optimized):
             self._give_up(why)
             return
         self._step = step
         if not start:
             return
-        why = self._trial.measured(self._committed.commits, start, time.perf_counter() - start + self._expect_s)
-        if not self._trial.is_on(self._committed.commits):
+        why = self._trial.add_commit(self._committed.commits, start, time.perf_counter() - start + self._expect_s)
+        if not self._trial.measures_next(self._committed.commits):
             self._committed.set_step_s(self._trial.step_s)
         if why:
             self._give_up(why)
@@ -355,9 +358,9 @@ class Donor:
     @property
     def can_hold(self) -> bool:
         """The state of the last commit, in this process, as far as is known now."""
-        return not self._why and self._step > 0 and self._may_hold()
+        return not self._why and self._step > 0 and self._can_stay_in_objects()
 
-    def _may_hold(self) -> bool:
+    def _can_stay_in_objects(self) -> bool:
         """The state can stay in the objects. A GPU is behind its processor, and what it has needs a copy."""
         return self._keeps_objects and self._committed.copies is None
 
@@ -383,15 +386,15 @@ class Donor:
         while not why and not self._closed:
             since = time.monotonic()
             why = self._answer_requests()
-            short = short + 1 if time.monotonic() - since < SHORT_S else 0
-            if short == MOST_SHORT:
+            short = short + 1 if time.monotonic() - since < SHORT_LIVED_WRITER_S else 0
+            if short == MOST_SHORT_LIVED_WRITERS:
                 why = f"the writer has ended {short} times"
             elif not why and not self._closed:
                 why = self._reconnect()
         if not self._why and not self._closed:
             self._give_up(why)
 
-    def _reconnect(self) -> str:
+    def _reconnect(self) -> Reason:
         """Returns why this is not possible, "" if it is."""
         assert self._socket is not None
         self._socket.close()
@@ -401,7 +404,7 @@ class Donor:
             return f"the writer has ended, and there is no other one ({error})"
         return ""
 
-    def _answer_requests(self) -> str:
+    def _answer_requests(self) -> Reason:
         """Until the writer or the session ends; returns why the writer refuses this rank, "" if it does not."""
         assert self._socket is not None
         with contextlib.suppress(OSError):
@@ -409,20 +412,20 @@ class Donor:
                 if refused := request.get("refused"):
                     return str(refused)
                 self._saved = 0
-                if self.held is not None or self._can_copy():
+                if self.held is not None or self._can_copy_from_gpu():
                     channel.send(self._socket, {"do": "saving"})
                     try:
-                        until = time.monotonic() + min(WAIT_S + 2 * self._change_s, LONGEST_CHANGE_S)
+                        until = time.monotonic() + min(CHANGE_WAIT_S + 2 * self._change_s, LONGEST_CHANGE_WAIT_S)
                         if self.held is None:
                             if self._committed.copies is None:  # a GPU is behind what its processor has committed
-                                self._catch_up(until)
-                            self._wait_for_begin()
+                                self._wait_for_own_commit(until)
+                            self._wait_for_step_begin()
                         wait_s = max(until - time.monotonic(), 0.05)
-                        self._save(wait_s, _ends_by(request.get("signum", 0)), request.get("stays", 0))
+                        self._save(wait_s, _is_ended_by(request.get("signum", 0)), request.get("stays", 0))
                     except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
                         if not self._why:
                             self._give_up(f"{type(error).__name__}: {error}")
-                self._answer()
+                self._send_answer()
         return ""
 
     def _next_request(self, connection: socket.socket) -> channel.Message | None:
@@ -431,30 +434,30 @@ class Donor:
             if select.select([connection], [], [], self._copy_after_s)[0]:
                 break
             with self._lock:
-                self._keep_held()
+                self._copy_held()
         return channel.receive(connection)
 
-    def _keep_held(self) -> None:
-        with contextlib.suppress(_NotNeeded):
+    def _copy_held(self) -> None:
+        with contextlib.suppress(_CopyNotNeeded):
             if self.held is not None and not self._is_copied:
-                self._keep(self.held, in_time=False)
+                self._copy_to_memory(self.held, even_if_late=False)
             self._is_copied = True
 
-    def _answer(self) -> None:
+    def _send_answer(self) -> None:
         if self._socket is not None:
             held = self.held.commit.step if self.held is not None else 0
             channel.send(self._socket, {"do": "donated", "held": held, "saved": self._saved})
 
-    def _can_copy(self) -> bool:
+    def _can_copy_from_gpu(self) -> bool:
         if self._why or self._committed.copies is None:
             return True
         with contextlib.suppress(RuntimeError):  # no thread can be started
-            if self._committed.copies.is_free(PROBE_S):
+            if self._committed.copies.is_free(GPU_PROBE_S):
                 return True
         self._report_unsaved(self._step, "its script had queued more than the GPU takes, and no copy from it ends")
         return False
 
-    def _catch_up(self, until: float) -> None:
+    def _wait_for_own_commit(self, until: float) -> None:
         """Wait for a step that a rank of this node has committed, and this rank has not: it has what it needs for it.
 
         If that rank lives, it saves the step.
@@ -463,25 +466,25 @@ class Donor:
         ahead = max(
             step_record.last_step(step_files.path_of("commit", rank)) for rank in range(context.group.world_size)
         )
-        with contextlib.closing(self._client()) as client, contextlib.suppress(OSError, SnapshotRefused):
+        with contextlib.closing(self._make_client()) as client, contextlib.suppress(OSError, SnapshotRefused):
             while 0 < self._step < ahead and not (self._changing or self._failed) and time.monotonic() < until:
                 if self._is_saved(client, ahead):
                     return
                 time.sleep(0.001)
 
-    def _wait_for_begin(self) -> None:
+    def _wait_for_step_begin(self) -> None:
         """A rank that waits for a dead one has begun the next step."""
-        until = time.monotonic() + BEGIN_S
+        until = time.monotonic() + STEP_BEGIN_WAIT_S
         while not (self._has_begun or self._changing or self._failed or self._why) and time.monotonic() < until:
             time.sleep(0.001)
 
-    def _client(self) -> WriterClient:
+    def _make_client(self) -> WriterClient:
         if self._context.writer is None:
             raise CheckpointError("this node keeps no copy of the state in memory")
         writer = self._context.writer
         return WriterClient(writer.path, 0, 1, writer.first_node, writer.at_end)
 
-    def fail(self) -> None:
+    def on_script_failure(self) -> None:
         """The script has failed, or is about to end by an exception: the launcher will end the others."""
         self._failed = True
         if self._why or self._is_forked():
@@ -492,9 +495,9 @@ class Donor:
             self._report_unsaved(self._step, "its process group is gone, and what collectives left may be wrong")
             return
         if self._changing:
-            self._report_unsaved(self._step, _UNCLEAN)
+            self._report_unsaved(self._step, _MID_CHANGE_REASON)
         else:
-            self._save(LONGEST_WAIT_S)  # the thread may be copying, and would end with the process
+            self._save(OTHER_COPY_WAIT_S)  # the thread may be copying, and would end with the process
 
     def _at_exit(self) -> None:
         has_raised = hasattr(sys, "last_value")
@@ -502,7 +505,7 @@ class Donor:
         # as usual, after an evaluation: then nothing is wrong if this saves nothing.
         if has_raised or self._is_in_step():
             self._is_silent = not has_raised
-            self.fail()
+            self.on_script_failure()
         self.close()
 
     def _is_forked(self) -> bool:
@@ -519,11 +522,11 @@ class Donor:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             if self._thread.is_alive():
-                self._thread.join(LONGEST_WAIT_S)  # it may be saving, and would end with the process
+                self._thread.join(OTHER_COPY_WAIT_S)  # it may be saving, and would end with the process
             self._socket.close()
             self._socket = None
             if not self._thread.is_alive():
-                self._committed.release()
+                self._committed.close_record()
         self._why = self._why or "the session is closed"
 
     def _unhook(self) -> None:
@@ -536,67 +539,68 @@ class Donor:
 
     # --- while this process goes to the next round --------------------------------------------------------------------
 
-    def leave(self) -> HeldCommit | None:
+    def leave_round(self) -> HeldCommit | None:
         """The script has left its round: the state that this process holds from now on, if it does and nothing has
         changed it.
         """
         self._unhook()
-        if self._why or self._changing or not self._may_hold():
+        if self._why or self._changing or not self._can_stay_in_objects():
             return None
         with self._lock:
             try:
                 if self.held is not None:
                     self._check_unchanged(self.held.commit)
-                elif self._step and (commit := self._committed.current()) is not None:
-                    self.held = self._whole(commit)
+                elif self._step and (commit := self._committed.commit_in_memory()) is not None:
+                    self.held = self._make_held(commit)
                 self._left_with = "" if self.held is None else self.held.digest
             except Exception as error:  # noqa: BLE001 - state_dict() of any object
                 self._report_unsaved(self._step, str(error))
                 self.held = None
         return self.held
 
-    def look_again(self) -> None:
-        """Something other than the script's own thread may have changed the state while this process waited."""
+    def drop_if_changed(self) -> None:
+        """Drop the held state if something other than the script's own thread has changed it."""
         if self.held is not None and self._committed.has_changed(self.held.commit):
-            self._report_unsaved(self.held.commit.step, CHANGED)
-            self.drop()
+            self._report_unsaved(self.held.commit.step, CHANGED_REASON)
+            self.drop_held()
 
-    def follow(self, round: int) -> None:
+    def join_round(self, round: int) -> None:
         """Answer in this round from now on, as long as the state is held."""
         self._round = round
         if self._socket is not None:
             with contextlib.suppress(OSError):  # the writer has ended
                 channel.send(self._socket, {"do": "donor", "round": round, "version": PROTOCOL})
 
-    def drop(self) -> None:
+    def drop_held(self) -> None:
         """The tensors are about to have another state."""
         with self._lock:
             self.held = None
             self._why = self._why or "the next round has another state"
 
-    def end_copy(self) -> None:
+    def skip_held_copy(self) -> None:
         """The round is complete: it has the state soon, and a copy need not be finished."""
         self._is_copied = True
 
-    def _save(self, wait_s: float, ends: bool = False, stays: int = 0) -> None:
-        """`ends`: the launcher kills or unwinds this rank next. Until then it begins no step, which would be trained
-        again. `stays`: it is unwound, as so many ranks of this node, and need not copy what it can hold.
+    def _save(self, wait_s: float, ends_next: bool = False, staying_ranks: int = 0) -> None:
+        """`ends_next`: the launcher kills or unwinds this rank next. Until then it begins no step, which would be
+        trained again. `staying_ranks`: it is unwound, as so many ranks of this node, and need not copy what it can
+        hold.
         """
         if self._why:
             return
-        if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():
-            self._report_unsaved(self._step, _UNCLEAN)
+        if not self._lock.acquire(timeout=wait_s) and not self._lock_after_own_copy():
+            self._report_unsaved(self._step, _MID_CHANGE_REASON)
             return
         try:
-            until = time.monotonic() + BEHIND_S
-            while self.held is None and self._committed.is_behind() and time.monotonic() < until:
+            until = time.monotonic() + GPU_CATCH_UP_S
+            while self.held is None and self._committed.is_gpu_behind() and time.monotonic() < until:
                 time.sleep(0.001)
             if self.held is not None:
-                if not stays:
-                    self._keep(self.held)
-            elif self._step and (commit := self._committed.current()) is not None:
-                self._copy_after_s = COPY_HELD_S if stays > 1 else 0.0
-                self._save_clean(commit, stays > 0 and self._may_hold())
+                if not staying_ranks:
+                    self._copy_to_memory(self.held)
+            elif self._step and (commit := self._committed.commit_in_memory()) is not None:
+                self._copy_after_s = COPY_HELD_AFTER_S if staying_ranks > 1 else 0.0
+                self._save_commit(commit, staying_ranks > 0 and self._can_stay_in_objects())
             elif self._step:
                 self._report_unsaved(self._step, "its GPU was in an optimizer's step, or several steps behind")
             elif self._next_step and not self._committed.commits:
@@ -604,33 +608,33 @@ class Donor:
         except Exception as error:  # noqa: BLE001 - state_dict() of any object
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
-            if ends and (self.held is not None or self._saved):
+            if ends_next and (self.held is not None or self._saved):
                 with contextlib.suppress(OSError):
-                    self._answer()
-                self._launch.changed.wait(LONGEST_STAY_S)
+                    self._send_answer()
+                self._launch.changed.wait(LAUNCHER_WAIT_S)
             self._lock.release()
 
-    def _waits_for_own_copy(self) -> bool:
+    def _lock_after_own_copy(self) -> bool:
         """Wait for the script's own thread, which saves where the script has failed: the lock is free again when that
         is done.
         """
-        return self._failed and not self._changing and self._lock.acquire(timeout=LONGEST_WAIT_S)
+        return self._failed and not self._changing and self._lock.acquire(timeout=OTHER_COPY_WAIT_S)
 
-    def _save_clean(self, commit: Commit, holds: bool) -> None:
-        """`holds`: in place of a copy."""
+    def _save_commit(self, commit: Commit, hold_instead: bool) -> None:
+        """`hold_instead`: in place of a copy."""
         try:
-            if holds:
-                self.held = self._whole(commit)
+            if hold_instead:
+                self.held = self._make_held(commit)
                 return
-            with contextlib.closing(self._client()) as client:
+            with contextlib.closing(self._make_client()) as client:
                 if self._is_saved(client, commit.step):
                     self._saved = commit.step
                     return
-            self._keep(self._whole(commit))
+            self._copy_to_memory(self._make_held(commit))
         except (OSError, SnapshotRefused, CheckpointError) as error:
             self._report_unsaved(commit.step, str(error))
 
-    def _whole(self, commit: Commit) -> HeldCommit:
+    def _make_held(self, commit: Commit) -> HeldCommit:
         """The state of this commit. Raises CheckpointError if the objects have another one."""
         context = self._context
         self._check_unchanged(commit)
@@ -640,25 +644,25 @@ class Donor:
         draft = context.draft(commit.step, layout.bytes, self._committed.cursor(commit))
         return HeldCommit(commit, draft, donated_number(commit.step, context.group.rank), content, layout)
 
-    def _keep(self, state: HeldCommit, in_time: bool = True) -> None:
-        """Copy a state into memory, unless it is there. `in_time`: also if the next round begins meanwhile."""
+    def _copy_to_memory(self, state: HeldCommit, even_if_late: bool = True) -> None:
+        """Copy a state into memory, unless it is there. `even_if_late`: also if the next round begins meanwhile."""
         step = state.draft.step
         try:
-            with contextlib.closing(self._client()) as client:
+            with contextlib.closing(self._make_client()) as client:
                 if not self._is_saved(client, step):
-                    self._fill(client, state, in_time)
+                    self._copy_to_buffer(client, state, even_if_late)
                     if not self._is_saved(client, step):
                         raise CheckpointError("the writer has ended meanwhile")
                 self._saved = step
         except (OSError, SnapshotRefused, CheckpointError) as error:
             self._report_unsaved(step, str(error))
 
-    def _fill(self, client: WriterClient, state: HeldCommit, in_time: bool) -> None:
+    def _copy_to_buffer(self, client: WriterClient, state: HeldCommit, even_if_late: bool) -> None:
         def check() -> None:
-            if self._is_copied and not in_time:
-                raise _NotNeeded
+            if self._is_copied and not even_if_late:
+                raise _CopyNotNeeded
 
-        buffer = self._borrow(client, state.draft, state.number, check)
+        buffer = self._borrow_buffer(client, state.draft, state.number, check)
         if buffer is None:
             return
         fd = buffer
@@ -676,7 +680,7 @@ class Donor:
         if not self._left_with:
             self._check_unchanged(state.commit)
         elif state.digest != self._left_with:  # by a thread of the script, or by a load_state_dict() that has failed
-            raise CheckpointError(CHANGED)
+            raise CheckpointError(CHANGED_REASON)
         client.copied(state.draft, state.number, 0)
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
@@ -687,11 +691,13 @@ class Donor:
         there, here = (snapshot.draft.round, snapshot.draft.step), (self._context.round, step)
         return there > here or (there == here and not (self._is_changed and donated_step(snapshot.number) is None))
 
-    def _borrow(self, client: WriterClient, draft: Manifest, number: int, check: Callable[[], None]) -> int | None:
+    def _borrow_buffer(
+        self, client: WriterClient, draft: Manifest, number: int, check: Callable[[], None]
+    ) -> int | None:
         """A buffer, also after a rank has died that was copying the same step or a save; None when it is saved. `check`
         may raise while it waits.
         """
-        deadline = time.monotonic() + LONGEST_WAIT_S
+        deadline = time.monotonic() + OTHER_COPY_WAIT_S
         while True:
             check()
             try:
@@ -710,6 +716,6 @@ class Donor:
         self._committed.check_unchanged(commit)
 
 
-def _ends_by(signum: int) -> bool:
+def _is_ended_by(signum: int) -> bool:
     """True if this signal, which the launcher sends next, ends this process at once."""
     return signum > 0 and signal.getsignal(signum) is signal.SIG_DFL

@@ -39,6 +39,7 @@ from torch.optim.swa_utils import AveragedModel
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.layout import tensors
+from elasticd.errors import Reason
 from elasticd.sampler import ElasticBatchSampler
 
 MOST_BUFFER_BYTES = 16 << 20
@@ -73,31 +74,31 @@ class _Rank:
 
 def reason_against(
     context: SaveContext, attached: Mapping[str, Any], averaged: Mapping[int, torch.nn.Parameter]
-) -> str:
+) -> Reason:
     """Why this rank can never be a donor, "" if it can: by the first rule that applies."""
     rank = _Rank(context, attached, averaged)
     return next((why for rule in _RULES if (why := rule(rank))), "")
 
 
-def _no_launcher(rank: _Rank) -> str:
+def _no_launcher(rank: _Rank) -> Reason:
     environment = rank.context.environment
     if rank.context.writer is None or not environment.round or "ELASTICD_HEARTBEAT" not in os.environ:
         return "there is no launcher that keeps states in memory"
     return ""
 
 
-def _sharded_state(rank: _Rank) -> str:
+def _sharded_state(rank: _Rank) -> Reason:
     """The rule for sharded states: what a rank has, no other has."""
     return "the state is sharded, and no other rank has this one's part" if rank.context.is_sharded else ""
 
 
-def _another_device(rank: _Rank) -> str:
+def _another_device(rank: _Rank) -> Reason:
     """The rule for devices without the proofs that are used here."""
     device = rank.context.group.device.type
     return "" if device in ("cpu", "cuda") else f"this is built for CPUs and CUDA GPUs, not for {device}"
 
 
-def _aborted_collectives(rank: _Rank) -> str:
+def _aborted_collectives(rank: _Rank) -> Reason:
     """The kernels of a communicator that is aborted end without the others' part, and the optimizer's step follows."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     if rank.context.group.device.type == "cuda" and os.environ.get(name) in ("1", "2"):
@@ -105,14 +106,14 @@ def _aborted_collectives(rank: _Rank) -> str:
     return ""
 
 
-def _large_device_buffers(rank: _Rank) -> str:
+def _large_device_buffers(rank: _Rank) -> Reason:
     """The rule for buffers on the GPU, of which copies are kept there at each step."""
     every = [buffer for module in rank.modules.values() for buffer in module.buffers()]
     size = sum(buffer.nbytes for buffer in every if buffer.device.type != "cpu")
     return "" if size <= MOST_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
 
 
-def _ahead_of_a_gpu(rank: _Rank) -> str:
+def _ahead_of_a_gpu(rank: _Rank) -> Reason:
     """An optimizer's numbers are those of the last step that was queued."""
     if rank.context.group.device.type == "cpu":
         return ""
@@ -124,7 +125,7 @@ def _ahead_of_a_gpu(rank: _Rank) -> str:
     return "an optimizer's state has values that are no tensors, and may be ahead of the GPU"
 
 
-def _no_replicated_model(rank: _Rank) -> str:
+def _no_replicated_model(rank: _Rank) -> Reason:
     """The rule for a model in DistributedDataParallel over all ranks."""
     sizes = {obj.process_group.size() for obj in rank.parallel}
     if sizes != {rank.context.group.world_size} and not rank.is_alone:
@@ -132,7 +133,7 @@ def _no_replicated_model(rank: _Rank) -> str:
     return ""
 
 
-def _own_communication(rank: _Rank) -> str:
+def _own_communication(rank: _Rank) -> Reason:
     """Some hooks average rarely, or keep a state that is not attached."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -143,7 +144,7 @@ def _own_communication(rank: _Rank) -> str:
     return ""
 
 
-def _no_replicated_optimizer(rank: _Rank) -> str:
+def _no_replicated_optimizer(rank: _Rank) -> Reason:
     if not rank.optimizers:
         return "no optimizer is attached"
     for obj in rank.optimizers:
@@ -159,7 +160,7 @@ def _no_replicated_optimizer(rank: _Rank) -> str:
     return ""
 
 
-def _only_at_saves(rank: _Rank) -> str:
+def _only_at_saves(rank: _Rank) -> Reason:
     """The rule for objects whose state the script makes in hooks that are called at saves."""
     names = (name for name, obj in rank.attached.items() if getattr(obj, training_state.ONLY_AT_SAVES, False))
     return next(
@@ -167,7 +168,7 @@ def _only_at_saves(rank: _Rank) -> str:
     )
 
 
-def _tensors_elsewhere(rank: _Rank) -> str:
+def _tensors_elsewhere(rank: _Rank) -> Reason:
     """The rule for tensors in objects that are neither modules nor optimizers: nothing keeps them equal."""
     for name, obj in rank.attached.items():
         if isinstance(obj, (Module, Optimizer, GradScaler)):
@@ -177,12 +178,12 @@ def _tensors_elsewhere(rank: _Rank) -> str:
     return ""
 
 
-def _state_of_each_rank(rank: _Rank) -> str:
+def _state_of_each_rank(rank: _Rank) -> Reason:
     """The dead rank's is lost."""
     return next((f"{name} has a state of its own on every rank" for name in rank.context.per_rank), "")
 
 
-def _unlike_rank_0(rank: _Rank) -> str:
+def _unlike_rank_0(rank: _Rank) -> Reason:
     """A module has to be alike on all ranks; of small objects a digest is compared with rank 0's, at the fault."""
     if rank.context.group.rank == 0:
         return ""
@@ -190,7 +191,7 @@ def _unlike_rank_0(rank: _Rank) -> str:
     return next((may_differ(name) for name, obj in modules if not is_alike(obj)), "")
 
 
-def _own_state_dict(rank: _Rank) -> str:
+def _own_state_dict(rank: _Rank) -> Reason:
     """The rule for modules with a `state_dict` or hooks of their own: they may return anything."""
     for name, module in rank.modules.items():
         for submodule in module.modules():
@@ -204,7 +205,7 @@ def _own_state_dict(rank: _Rank) -> str:
     return ""
 
 
-def _own_optimizer_state(rank: _Rank) -> str:
+def _own_optimizer_state(rank: _Rank) -> Reason:
     """A number that is no count, such as a loss, may have been another one on the dead rank."""
     for obj in rank.optimizers:
         if any(training_state.components(tensor)[0] is not tensor for tensor in _kept(obj)):
@@ -222,7 +223,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in values.values() if isinstance(tensor, torch.Tensor))
 
 
-def _unusual_tensor(rank: _Rank) -> str:
+def _unusual_tensor(rank: _Rank) -> Reason:
     """The rule for tensors that cannot be copied as plain memory."""
     for name, module in rank.modules.items():
         every = [*module.parameters(), *module.buffers()]

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import RandomState, local
-from elasticd.errors import CheckpointRefused
+from elasticd.errors import CheckpointRefused, Reason
 from elasticd.sampler import ElasticBatchSampler
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class BetweenSteps:
         """The random state that a save by the script has to have, None for the present one."""
         return None if self.has_begun else self._random_state
 
-    def on_step_begin(self, is_certain: bool) -> str:
+    def on_step_begin(self, is_certain: bool) -> Reason:
         """The next step begins; `is_certain`: it asks for its batch. Returns what is wrong, "" for nothing.
 
         Raises CheckpointRefused in the first steps of a script that changes a scheduler or a module after each: no
@@ -91,7 +91,9 @@ class BetweenSteps:
         self.has_begun = True
         changed = self._changes.find()
         self.changed = [name for name in changed if is_certain or name in self._changes.untrained]
-        if is_certain and self._donor.begin_step(bool(changed) or self._changes.are_counted(), self._ends_epoch):
+        if is_certain and self._donor.commit_late_changes(
+            bool(changed) or self._changes.are_counted(), self._ends_epoch
+        ):
             self.changed.append("the random state")
         if not self.changed or self._ends_epoch:
             self._in_a_row = 0
@@ -108,7 +110,7 @@ class BetweenSteps:
             raise CheckpointRefused(what)
         return what
 
-    def why_save_again(self) -> str:
+    def why_save_again(self) -> Reason:
         """The reason to save again, for a script that changes something late now and then, "" if there is none."""
         return f"step {self._step} was saved before a change" if self._is_saved and self._in_a_row == 1 else ""
 

@@ -156,13 +156,13 @@ class StepRecord:
         self._copy(step, self._next, digest)
         self._next = 1 - self._next
 
-    def commit_again(self, step: int, digest: bytes = b"") -> None:
+    def replace_commit(self, step: int, digest: bytes = b"") -> None:
         """Replace the last commit, of the same step. Raises OtherBuffers."""
         self._next = 1 - self._next
         self.commit(step, digest)
         self._flags[1 - self._next][0] |= _AGAIN
 
-    def begin(self) -> None:
+    def mark_next_step_begun(self) -> None:
         """The next step does."""
         self._flags[1 - self._next][0] |= _BEGUN
 
@@ -174,7 +174,7 @@ class StepRecord:
         # Of bytes: a comparison of memoryviews takes ten times as long.
         return any(place.tobytes() != memory.tobytes() for place, memory in self._copies[at])
 
-    def expect(self, step: int) -> None:
+    def record_expected(self, step: int) -> None:
         """Record what the commit of `step` will have if nothing draws or changes a buffer until then. Raises
         OtherBuffers.
 

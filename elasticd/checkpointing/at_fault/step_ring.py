@@ -35,12 +35,12 @@ class Event(Protocol):
 
 
 class Commit:
-    """A commit of one step; `kept` is what the script may change later, `buffers` the same on the device."""
+    """A commit of one step; `small_state` is what the script may change later, `buffers` the same on the device."""
 
-    __slots__ = ("begun", "buffers", "done", "is_spoilt", "kept", "revision", "step")
+    __slots__ = ("begun", "buffers", "done", "is_spoilt", "revision", "small_state", "step")
 
-    def __init__(self, step: int = 0, kept: Any = None, done: Event | None = None) -> None:
-        self.step, self.kept, self.done = step, kept, done
+    def __init__(self, step: int = 0, small_state: Any = None, done: Event | None = None) -> None:
+        self.step, self.small_state, self.done = step, small_state, done
         self.buffers: list[torch.Tensor] = []
         """The copy of each of the ring's buffers, on the device. A state may have no two types in one memory, so each
         has its own."""
@@ -75,19 +75,19 @@ class StepRing:
         self.last = Commit()
         self._commits = deque([self.last], DEPTH)
 
-    def begin(self) -> None:
+    def before_optimizer_step(self) -> None:
         """Before an optimizer step is queued."""
         if self._mark is not None:
             self.last.begun, self._begun_on = self._mark(), self._stream()
 
-    def commit(self, step: int, kept: Any) -> None:
+    def commit(self, step: int, small_state: Any) -> None:
         """The step is queued."""
         if self._mark is None:
-            self.last.step, self.last.kept = step, kept
+            self.last.step, self.last.small_state = step, small_state
             return
         if self._stream() == self._begun_on:
             copied = self._copy_buffers()
-            self.last = Commit(step, kept, self._mark())
+            self.last = Commit(step, small_state, self._mark())
             self.last.buffers = copied
         else:
             self.last = Commit()
@@ -102,11 +102,11 @@ class StepRing:
         self._copy(targets, self._buffers)
         return targets
 
-    def is_behind(self) -> bool:
+    def is_device_behind(self) -> bool:
         """The device has not passed the last commit."""
         return self.last.done is not None and not self.last.done.query()
 
-    def current(self) -> Commit | None:
+    def commit_in_memory(self) -> Commit | None:
         """The commit that the memory is at; None between two, and where the device is further behind than DEPTH."""
         passed = (commit for commit in reversed(self._commits) if commit.done is None or commit.done.query())
         newest = next(passed, None)
