@@ -56,7 +56,7 @@ def reason_against_state(attached: Mapping[str, Any], modules: DataParallelModul
     for name, obj in attached.items():
         if not isinstance(obj, Module):
             continue
-        wrapper = training_state.parallel(obj)
+        wrapper = training_state.find_ddp(obj)
         if wrapper is not None and not modules.knows(wrapper):
             return f"{name} was made before elasticd.init()"
         for inner in training_state.unwrap(obj).modules():

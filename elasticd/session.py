@@ -399,14 +399,14 @@ class Session:
             self._is_put_off = self._is_requested = True
             self._due = "requested by the script"
             return False
-        is_past = how == "in the next epoch"
+        is_next_epoch = how == "in the next epoch"
         with ExitStack() as within:
-            for sampler in self._samplers.all() if is_past else ():
+            for sampler in self._samplers.all() if is_next_epoch else ():
                 within.enter_context(sampler.in_next_epoch())
-            drawn = self._between_steps.random_state if self._between_steps is not None and not is_past else None
+            drawn = self._between_steps.random_state if self._between_steps is not None and not is_next_epoch else None
             saved = self._save("requested by the script", wait=True, random_state=drawn)
         if self._between_steps is not None:
-            self._between_steps.on_save(is_past)
+            self._between_steps.on_save(is_next_epoch)
         return saved
 
     def _how_to_save(self) -> dict[str, Any]:
@@ -418,8 +418,8 @@ class Session:
         is_changed = self._between_steps is not None and self._between_steps.is_changed()
         if is_changed and self._should_stop:
             return {"how": "after a stop"}
-        is_past = is_changed and self._samplers.is_loop_at_end()
-        return {"how": "in the next epoch" if is_past else "now"}
+        is_next_epoch = is_changed and self._samplers.is_loop_at_end()
+        return {"how": "in the next epoch" if is_next_epoch else "now"}
 
     def step(self) -> None:
         """End an optimizer step: count it, commit the sampler, write the heartbeat, decide with all ranks, save if due.

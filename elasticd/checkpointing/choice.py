@@ -223,7 +223,7 @@ class Chooser:
 
     def _whole(self) -> list[HeldState]:
         """States of which the nodes hold all files, without those that an earlier round has refused."""
-        refused = step_files.refused()
+        refused = step_files.refused_states()
         return [state for state in self.states if not state.missing and state.snapshot.saved not in refused]
 
     def _held(self, state: HeldState, step_on_disk: int) -> Choice:

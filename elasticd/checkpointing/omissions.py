@@ -309,7 +309,7 @@ def _kept_by_each_rank(obj: Any) -> Iterator[str]:
     """Sentences about what each rank has of an attached model by itself, and gets from no checkpoint."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    wrapper = training_state.parallel(obj)
+    wrapper = training_state.find_ddp(obj)
     if wrapper is None:
         return
     saved = wrapper.module.state_dict().keys() - {name for name, _ in wrapper.module.named_parameters()}

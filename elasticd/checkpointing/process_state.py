@@ -47,9 +47,9 @@ class ProcessState:
         self._targets: Pieces = {}
         """The same, and mapped memory for the tensors that they do not."""
 
-    def describe(self) -> Message:
+    def to_message(self) -> Message:
         """This rank's word about it."""
-        return {} if self._held is None else self._held.describe()
+        return {} if self._held is None else self._held.to_message()
 
     def open_everywhere(self, choice: Choice) -> None:
         """Give every rank the small part. All ranks call it. Raises OSError."""

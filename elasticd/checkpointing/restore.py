@@ -24,8 +24,8 @@ loaded the state does it become this round's own: relinked in the directory, or 
 whatever an older round still writes is not loaded. A round that dies before that leaves the choice as it was.
 
 A state that is rejected because a rank's draws are unknown stays rejected: the next rounds, which have not the records
-that show it, learn of it by `step_files.refused`. Otherwise a round that begins anew and dies before its first save
-would be followed by one that resumes from that state with other random numbers.
+that show it, learn of it by `step_files.refused_states`. Otherwise a round that begins anew and dies before its first
+save would be followed by one that resumes from that state with other random numbers.
 
 `choice` has the rule of the choice; `state_opener` the way of the state to each rank, `process_state` that of one which
 ranks hold in their processes.
@@ -190,10 +190,10 @@ class Restore:
     def _choose(self) -> Choice | None:
         """The state that every rank has open, or can read; None: there is none."""
         may_wait = self._saver.shards(self._attached) is not None
-        word = {**self._find_held(), **self._process.describe()}
+        word = {**self._find_held(), **self._process.to_message()}
         held = self._context.channel.gather_on_rank0("held", json.dumps(word).encode(), "what its node has in memory")
         in_memory, self._chooser.servers = held_states.parse(held)
-        self._chooser.states = sorted(held_commit.held_states(held) + in_memory, key=held_states.age)
+        self._chooser.states = sorted(held_commit.decode_held_states(held) + in_memory, key=held_states.age)
         attempt = 0
         choice = self._choose_once(attempt, may_wait)
         while choice is not None and not self._can_use(choice, attempt):
@@ -207,7 +207,7 @@ class Restore:
         writer, who = self._context.writer, self._context.environment
         if writer is None or writer.share != 0:
             return {}
-        step_files.refuse(step_files.refused(who.round - 1))
+        step_files.refuse_states(step_files.refused_states(who.round - 1))
         try:
             snapshots = writer.find_all()
         except (OSError, SnapshotRefused):
@@ -333,7 +333,7 @@ class Restore:
             )
             context.channel.delete(f"{key}/{rank}")
         if agreed["why"] and local_rank == 0:
-            step_files.refuse([(choice.manifest.round, choice.number)])
+            step_files.refuse_states([(choice.manifest.round, choice.number)])
         return not agreed["why"]
 
     def _agree_on_use(self, key: str, what: str, own: str, reject: Callable[[str], None]) -> bool:
@@ -448,8 +448,8 @@ class Restore:
         if "ELASTICD_HEARTBEAT" not in os.environ:
             return None
         step, round = choice.step, choice.manifest.round
-        buffers = [holder[key] for _, (holder, key) in step_files.buffers(self._attached)]
-        own = list(filter(step_files.on_host, buffers))
+        buffers = [holder[key] for _, (holder, key) in step_files.buffer_places(self._attached)]
+        own = list(filter(step_files.is_on_host, buffers))
         record = committed_state.RankRecord(rank, step, own, round)
         if record.committed is None and committed_state.RNG_DRAWS_KEY not in saved:  # by a donor of an older version
             if record.expected is not None and saved.get(committed_state.RNG_EXPECTED_KEY, False):
@@ -524,7 +524,7 @@ class Restore:
         if self._goes_back or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
             return []
         # The round before may have had more ranks: those of this node are beside rank 0's.
-        last = max(map(step_record.last_step, step_files.paths_on_node("commit", round)), default=0)
+        last = max(map(step_record.last_committed_step, step_files.record_paths_on_node("commit", round)), default=0)
         if last <= step:
             return []
         steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"

@@ -123,12 +123,12 @@ def test_state_that_a_round_has_refused_is_not_chosen_by_the_rounds_after_it(
     for round in (2, 3, 4):
         (tmp_path / f"round-{round}").mkdir()
         monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / f"round-{round}" / "heartbeat-0"))
-        step_files.refuse(step_files.refused(round - 1))
+        step_files.refuse_states(step_files.refused_states(round - 1))
         made = chooser(tmp_path, round, [(1, 10)])
         if round == 2:
             choice = made.choose()
             made.reject_held(choice, "rank 1 draws random numbers", below=choice.step)
-            step_files.refuse([(choice.manifest.round, choice.number)])
+            step_files.refuse_states([(choice.manifest.round, choice.number)])
         assert made.choose() is None
     assert chosen(chooser(tmp_path, 4, [(1, 10), (1, 9)])) == (Source.MEMORY, 1, 9), "an older one was not refused"
 

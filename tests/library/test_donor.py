@@ -68,7 +68,9 @@ class TwoRanks:
 
     def committed(self, rank: int) -> CommittedState:
         attached = self.attached[rank]
-        return CommittedState(self.context(rank), attached, donor_rules.averaged(attached, 2), lambda _: None)
+        return CommittedState(
+            self.context(rank), attached, donor_rules.averaged_parameters(attached, 2), lambda _: None
+        )
 
     def donor(self, rank: int, is_in_step: Callable[[], bool] = lambda: False) -> tuple[Donor, socket.socket]:
         """A rank, and the writer's end of its connection."""
@@ -103,7 +105,13 @@ class BusyGpu(CommittedState):
 @pytest.mark.parametrize(
     ("where", "name", "broken", "answers", "why"),
     [
-        (step_record, "last_step", fail, ["saving", "donated"], "cannot save its state at a fault: AssertionError: a"),
+        (
+            step_record,
+            "last_committed_step",
+            fail,
+            ["saving", "donated"],
+            "cannot save its state at a fault: AssertionError: a",
+        ),
         (
             CommittedState,
             "is_gpu_behind",
@@ -307,7 +315,7 @@ def test_values_of_an_optimizer_may_be_ahead_of_a_gpu(
     context.group = DefaultGroup(0, 2, torch.device(on), False)
     optimizer = attached["optimizer"]
     optimizer.state[optimizer.param_groups[0]["params"][0]] = {"kept": kept, "tensor": torch.ones(1)}
-    why = donor_rules.reason_against(context, attached, donor_rules.averaged(attached, 2))
+    why = donor_rules.reason_against(context, attached, donor_rules.averaged_parameters(attached, 2))
     assert ("values that are no tensors" in why) == is_refused
 
 
@@ -317,13 +325,13 @@ def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(two_ranks: TwoRanks,
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
     if on is not None:
         scaler.scale(torch.ones(1, device=on))
-    keys = {key for (_, key), _ in step_files.buffers({"scaler": scaler})}
+    keys = {key for (_, key), _ in step_files.buffer_places({"scaler": scaler})}
     assert keys == ({"scale", "_growth_tracker"} if on == "meta" else set())
     state = committed_state.nonblocking_state_reader(scaler)()
     assert state.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
     assert (state["growth_interval"], state.get("scale", 8.0)) == (5, 8.0)
     attached = {**two_ranks.attached[0], "scaler": scaler}
-    assert not donor_rules.reason_against(two_ranks.context(0), attached, donor_rules.averaged(attached, 2))
+    assert not donor_rules.reason_against(two_ranks.context(0), attached, donor_rules.averaged_parameters(attached, 2))
 
 
 def saved_by(survivor: CommittedState) -> StateDict:
@@ -391,7 +399,7 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
     def random_state() -> Any:
         if not is_elsewhere:
             return saved_by(ranks[1])[RESERVED]["rng"][0]
-        path = Path(step_files.path_of("commit", 0))
+        path = Path(step_files.record_path("commit", 0))
         there = path.rename(tmp_path / "of another node")
         saved = saved_by(ranks[1])[RESERVED]
         assert saved["rng"][0] is None

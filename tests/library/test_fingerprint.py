@@ -76,7 +76,7 @@ def known_steps(net: torch.nn.Sequential, optimizer: Any, update: Update, steps:
     for step in range(1, steps + 1):
         update(net, optimizer, step)
         fingerprint.commit()
-        if not fingerprint.changed():
+        if not fingerprint.is_changed():
             known.append(step)
     return known
 
@@ -113,11 +113,11 @@ def test_one_change_among_many_is_found_at_any_commit() -> None:
     for step in range(1, 130):
         usual(net, optimizer, step)
         fingerprint.commit()
-        assert not fingerprint.changed()
+        assert not fingerprint.is_changed()
         if step % 21 == 0:
             with torch.no_grad():
                 parameters[step % len(parameters)].add_(1.0)
-            assert fingerprint.changed()
+            assert fingerprint.is_changed()
             fingerprint = Fingerprint([net], [optimizer])
 
 
@@ -135,9 +135,11 @@ def test_a_commit_before_what_was_not_expected_is_not_compared_any_more() -> Non
         if number >= 6:
             with torch.no_grad():
                 parameters[2].add_(1)
-            assert fingerprint.is_irregular() == (number == 7), "from the first change on it is read at every commit"
+            assert fingerprint.has_irregular_change() == (number == 7), (
+                "from the first change on it is read at every commit"
+            )
         optimizer.step()
         fingerprint.commit()
-        assert not fingerprint.changed()
+        assert not fingerprint.is_changed()
         seen.append(fingerprint.revision)
     assert seen[1] == seen[2] < seen[3] < seen[4] == seen[5] < seen[6], seen

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.at_fault.late_changes import FIRST_STEPS, BetweenSteps, LateChanges
+from elasticd.checkpointing.at_fault.late_changes import STEPS_BEFORE_REFUSAL, BetweenSteps, LateChanges
 from elasticd.errors import CheckpointRefused
 from elasticd.sampler import ElasticBatchSampler
 
@@ -86,7 +86,7 @@ def test_weights_that_were_averages_during_an_evaluation_are_not_changed() -> No
     """The donor has to know, since their counters have moved."""
     attached = objects()
     end, donor = step_end(attached)
-    for step in range(1, FIRST_STEPS + 1):
+    for step in range(1, STEPS_BEFORE_REFUSAL + 1):
         end.commit(step, is_saved=True, ends_epoch=False)
         with torch.no_grad():
             for parameter in attached["model"].parameters():
@@ -95,7 +95,7 @@ def test_weights_that_were_averages_during_an_evaluation_are_not_changed() -> No
                 parameter.copy_(own)
         assert not end.is_changed()
         assert end.on_step_begin(is_certain=True) == ""
-    assert donor.calls == [True] * FIRST_STEPS
+    assert donor.calls == [True] * STEPS_BEFORE_REFUSAL
 
 
 def test_object_that_copies_its_tensors_into_each_state_is_not_changed_by_that() -> None:
@@ -140,15 +140,15 @@ def step_end(attached: dict[str, Any], is_first_run: bool = True) -> tuple[Betwe
 def test_change_after_each_of_the_first_steps_is_an_error() -> None:
     attached = objects()
     end, donor = step_end(attached)
-    for step in range(1, FIRST_STEPS):
+    for step in range(1, STEPS_BEFORE_REFUSAL):
         end.commit(step, is_saved=False, ends_epoch=False)
         change(attached)
         assert f"ema changed after session.step() of step {step} and before" in end.on_step_begin(is_certain=True)
-    end.commit(FIRST_STEPS, is_saved=False, ends_epoch=False)
+    end.commit(STEPS_BEFORE_REFUSAL, is_saved=False, ends_epoch=False)
     change(attached)
     with pytest.raises(CheckpointRefused, match=r"Move session\.step\(\) below"):
         end.on_step_begin(is_certain=True)
-    assert donor.calls == [True] * FIRST_STEPS + ["closed"]
+    assert donor.calls == [True] * STEPS_BEFORE_REFUSAL + ["closed"]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_change_after_a_save_as_of_the_next_epoch_is_said() -> None:
     end.commit(4, is_saved=False, ends_epoch=True)
     change(attached)
     assert end.is_changed()
-    end.on_save(is_past=True)
+    end.on_save(is_next_epoch=True)
     assert not end.is_changed()
     change(attached)
     assert "ema changed after session.step() of step 4" in end.on_step_begin(is_certain=True)

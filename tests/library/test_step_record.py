@@ -26,7 +26,7 @@ PYTHON: Any = vars(random)["_inst"]
 NUMPY: Any = vars(numpy.random.mtrand)["_rand"]
 
 
-def places(buffers: list[torch.Tensor]) -> list[step_record.Place]:
+def places(buffers: list[torch.Tensor]) -> list[step_record.BufferPlace]:
     held = dict(enumerate(buffers))
     return [(held, key) for key in held]
 
@@ -86,13 +86,13 @@ def test_generator_that_numpy_gets_later_is_found_or_refused(tmp_path: Path) -> 
 
 def test_last_step_is_the_newest_commit(tmp_path: Path) -> None:
     path = str(tmp_path / "record")
-    assert step_record.last_step(path) == 0
+    assert step_record.last_committed_step(path) == 0
     record = StepRecord(path, places([torch.ones(5)]), [torch.ones(3)])
     for step in range(1, 4):
         record.record_expected(step)
-        assert step_record.last_step(path) == step - 1
+        assert step_record.last_committed_step(path) == step - 1
         record.commit(step)
-        assert step_record.last_step(path) == step
+        assert step_record.last_committed_step(path) == step
 
 
 @pytest.mark.parametrize("size", [4, 1 << 22])
@@ -111,12 +111,12 @@ def test_tensor_that_torch_has_moved_is_found(tmp_path: Path, size: int, moved: 
     record.record_expected(2)
     record.commit(2)
     if moved == "parameter":  # a piece may still be read where it was: no state is saved until it is located again
-        record.locate()
+        record.locate_tensors()
         record.commit(2)
     committed = step_record.read(path, 2, held)
     expected = step_record.read(path, 2, held, expected=True)
     assert committed is not None and expected is not None
-    assert committed.pieces == record.pieces()
+    assert committed.pieces == record.current_pieces()
     assert bool((committed.buffers[0] == 2).all())
     assert record.moved_at == (2 if moved == "buffer" else 0), "what was expected of this step is not known to be right"
     assert record.moved_at or bool((expected.buffers[0] == 2).all())
@@ -179,9 +179,9 @@ def test_expected_commit_counts_while_nothing_draws(tmp_path: Path, draw: Callab
     assert step_record.read(path, 1, buffers) is not None, "the commit before stays"
     assert step_record.read(path, 1, buffers, expected=True) is not None, "so does what it expected"
     assert committed is not None
-    assert expected.draws_as(committed) == same
+    assert expected.has_same_random_state(committed) == same
     theirs = [torch.full((2,), 5.0), torch.full((2,), 6.0)]
-    merged = step_record.as_expected(theirs, expected.buffers, committed.buffers)
+    merged = step_record.expected_or_committed(theirs, expected.buffers, committed.buffers)
     assert [each[0].item() for each in merged] == [5.0, 0.0]
 
 
@@ -227,7 +227,7 @@ def test_what_an_optimizer_keeps_in_the_hosts_memory_for_a_gpu_is_recorded(tmp_p
     optimizer = torch.optim.AdamW(parameters)
     for each in parameters:
         optimizer.state[each] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(each)}
-    found = dict(step_files.buffers({"optimizer": optimizer}))
+    found = dict(step_files.buffer_places({"optimizer": optimizer}))
     assert list(found) == [("optimizer", (1, "step"))]
     record = StepRecord(path, [], [], fixed=list(found.values()))
     held = [optimizer.state[parameters[1]]["step"]]
@@ -239,7 +239,7 @@ def test_what_an_optimizer_keeps_in_the_hosts_memory_for_a_gpu_is_recorded(tmp_p
         committed = step_record.read(path, step, held)
         expected = step_record.read(path, step, held, expected=True)
         assert committed.buffers[0].item() == step
-        mine = step_record.as_expected(expected.buffers, expected.buffers, committed.buffers)
+        mine = step_record.expected_or_committed(expected.buffers, expected.buffers, committed.buffers)
         assert mine[0].item() == step, "a rank that died before its commit has expected nothing of them"
 
 
@@ -258,13 +258,18 @@ def test_commit_that_is_made_again_has_what_was_drawn_and_keeps_the_one_before(
     record.replace_commit(2)
     record.mark_next_step_begun()
     again, before = (step_record.read(path, step, [buffer]) for step in (2, 1))
-    assert (again.is_begun, again.is_again, before.is_begun, before.is_again) == (True, True, False, False)
+    assert (again.is_next_begun, again.is_replaced, before.is_next_begun, before.is_replaced) == (
+        True,
+        True,
+        False,
+        False,
+    )
     assert again.buffers[0].tolist() == [1.0] * 3
     assert training_state.to_bytes(again.random_state["torch"]) == training_state.to_bytes(torch.get_rng_state())
     assert not record.has_drawn()
     record.commit(3)
     newest = step_record.read(path, 3, [buffer])
-    assert newest is not None and not newest.is_begun and not newest.is_again
+    assert newest is not None and not newest.is_next_begun and not newest.is_replaced
 
 
 def test_a_slot_that_is_being_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

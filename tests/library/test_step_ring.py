@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.at_fault.step_ring import DEPTH, StepRing, ring_of
+from elasticd.checkpointing.at_fault.step_ring import DEPTH, StepRing, make_ring
 
 
 @dataclass
@@ -91,11 +91,11 @@ def test_state_that_changes_during_a_copy_is_found() -> None:
     step(ring, 1)
     device.run(2)
     copied = ring.commit_in_memory()
-    assert copied is not None and copied.is_whole()
+    assert copied is not None and copied.is_intact()
     step(ring, 2)
-    assert copied.is_whole(), "queued, and not begun"
+    assert copied.is_intact(), "queued, and not begun"
     device.run()
-    assert not copied.is_whole()
+    assert not copied.is_intact()
 
 
 def test_device_further_behind_than_the_ring_is_nowhere() -> None:
@@ -182,7 +182,7 @@ def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[index].cuda_stream, raising=False)
     running = torch.zeros(3)
-    ring = ring_of(torch.device("cuda", 0), [running])
+    ring = make_ring(torch.device("cuda", 0), [running])
     step(ring, 1)
     assert at(ring) is None
     device.run(2)
@@ -193,7 +193,7 @@ def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPat
     streams[:] = streams[1:]
     step(ring, 2)
     assert [each.cuda_stream for each in used] == [5, 5, 6, 6]
-    processor = ring_of(torch.device("cpu"), [running])
+    processor = make_ring(torch.device("cpu"), [running])
     step(processor, 1)
     assert at(processor) == 1
 

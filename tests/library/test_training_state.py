@@ -99,8 +99,8 @@ def test_wrappers_are_looked_through(two_ranks: None) -> None:
     assert training_state.unwrap(DistributedDataParallel(Compiled(module))) is module
     for other in (nn.Sequential(Compiled(module)), Kept(), stepped(module)):
         assert training_state.unwrap(other) is other
-    assert [training_state.parallel(each) for each in (parallel, Compiled(parallel))] == [parallel, parallel]
-    assert [training_state.parallel(each) for each in (module, Compiled(module), Kept())] == [None] * 3
+    assert [training_state.find_ddp(each) for each in (parallel, Compiled(parallel))] == [parallel, parallel]
+    assert [training_state.find_ddp(each) for each in (module, Compiled(module), Kept())] == [None] * 3
 
 
 def test_equal_on_all_ranks_is_what_ddp_trains_and_what_its_optimizer_keeps(two_ranks: None) -> None:

@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 
 from elasticd.checkpointing.at_fault import step_files, step_record
 from elasticd.checkpointing.at_fault.donor_rules import (
-    MUTABLE,
+    MUTABLE_SETTING_REASON,
     has_mutable_setting,
-    is_alike,
-    may_differ,
+    is_alike_on_ranks,
+    may_differ_reason,
     reason_against,
-    trained,
+    trained_parameters,
 )
 from elasticd.checkpointing.at_fault.fingerprint import Fingerprint
 from elasticd.checkpointing.at_fault.step_record import RecordedStep
-from elasticd.checkpointing.at_fault.step_ring import Commit, StepRing, ring_of
+from elasticd.checkpointing.at_fault.step_ring import Commit, StepRing, make_ring
 from elasticd.checkpointing.context import SaveContext, cursor_of
 from elasticd.checkpointing.state import device_copy, training_state
 from elasticd.checkpointing.state.training_state import RandomState, StateDict
@@ -58,7 +58,7 @@ class CommittedState:
     """The state of the attached objects as of the last commit. The training thread calls `compare_with_commit` and
     `before_optimizer_step` before an optimizer's step and `commit` after it; the rest is for a fault, under a lock that
     keeps these out. `record_expected` is called in each backward pass, before this rank sends its first gradient.
-    `averaged` is the result of `donor_rules.averaged`.
+    `averaged` is the result of `donor_rules.averaged_parameters`.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class CommittedState:
         self._states = list(map(nonblocking_state_reader, self._others))
         self._scalers = [obj for obj in self._others if isinstance(obj, GradScaler)]
         self._updates = self._scaler_update_marks()
-        self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
+        self._unlike = [index for index, obj in enumerate(self._others) if not is_alike_on_ranks(obj)]
         """Those that may differ between ranks: saves are refused then."""
         self._fingerprint = Fingerprint([obj for obj in objects if isinstance(obj, Module)], self.optimizers)
         self._watch()
-        device = step_files.gpu(context.group.device)
+        device = step_files.device_if_gpu(context.group.device)
         # Made here and not at the fault: it would break a CUDA graph that the script captures meanwhile.
         self.copies = None if device is None else device_copy.GpuCopies(device)
         """Copies from the rank's GPU, for the thread that saves."""
@@ -119,37 +119,39 @@ class CommittedState:
         """Watch what the script may replace: buffers, parameters that are trained, groups of optimizers."""
         self._groups = _group_parameter_ids(self.optimizers)
         self._sizes = list(map(len, self._groups))
-        places = dict(step_files.buffers(self._attached))
+        places = dict(step_files.buffer_places(self._attached))
         self._buffers = {path: holder[key] for path, (holder, key) in places.items()}
-        self._on_host = [path for path, buffer in self._buffers.items() if step_files.on_host(buffer)]
-        self._on_device = [path for path, buffer in self._buffers.items() if not step_files.on_host(buffer)]
+        self._on_host = [path for path, buffer in self._buffers.items() if step_files.is_on_host(buffer)]
+        self._on_device = [path for path, buffer in self._buffers.items() if not step_files.is_on_host(buffer)]
         recorded = _recorded_parameters(self.optimizers)
-        on_device = [tensor for tensor in recorded if not step_files.on_host(tensor)]
+        on_device = [tensor for tensor in recorded if not step_files.is_on_host(tensor)]
         self._pieces = [step_record.piece(tensor, step_record.PIECE_BYTES) for tensor in on_device]
         # As bytes: tensors of one type are copied by one kernel.
         watched_memory = [step_record.piece(self._buffers[path]) for path in self._on_device] + self._pieces
         watched = [(memory.data_ptr(), len(memory)) for memory in watched_memory]
         if watched != self._watched:  # else a GPU may still be at a commit of the ring
-            self._ring, self._watched = ring_of(self._context.group.device, watched_memory), watched
-        on_host = list(filter(step_files.on_host, recorded))
+            self._ring, self._watched = make_ring(self._context.group.device, watched_memory), watched
+        on_host = list(filter(step_files.is_on_host, recorded))
         self._ensure_record({path: places[path] for path in self._on_host}, on_host)
         # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
-        parallel = [model for obj in self._attached.values() if (model := training_state.parallel(obj)) is not None]
-        parameters: list[Any] = [parameter for model in parallel for parameter in itertools.islice(trained(model), 1)]
+        parallel = [model for obj in self._attached.values() if (model := training_state.find_ddp(obj)) is not None]
+        parameters: list[Any] = [
+            parameter for model in parallel for parameter in itertools.islice(trained_parameters(model), 1)
+        ]
         for hook in self._hooks:
             hook.remove()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._expect) for parameter in parameters]
 
-    def _ensure_record(self, places: Mapping[Any, step_record.Place], parameters: list[torch.Tensor]) -> None:
+    def _ensure_record(self, places: Mapping[Any, step_record.BufferPlace], parameters: list[torch.Tensor]) -> None:
         """Keep the record that there is, if it is of these: another one takes 0.3 ms."""
         pieces = [(memory.data_ptr(), memory.numel()) for memory in parameters]
         recorded = (list(places), [id(holder) for holder, _ in places.values()], pieces)
         if recorded == self._recorded:
             with contextlib.suppress(step_record.OtherBuffers):
-                self._record.locate()
+                self._record.locate_tensors()
                 return
-        path = step_files.path_of("commit", self._context.group.rank)
-        device = step_files.gpu(self._context.group.device)
+        path = step_files.record_path("commit", self._context.group.rank)
+        device = step_files.device_if_gpu(self._context.group.device)
         followed = [place for (_, key), place in places.items() if isinstance(key, str)]
         fixed = list(places.values())[len(followed) :]
         self._record = step_record.StepRecord(path, followed, parameters, device, fixed)
@@ -165,7 +167,7 @@ class CommittedState:
         before = self._groups
         self._watch()
         if self._groups != before:
-            self._fingerprint.restart()
+            self._fingerprint.recollect_at_next_commit()
         return ""
 
     def rewatch_at_next_commit(self) -> None:
@@ -186,7 +188,7 @@ class CommittedState:
     def before_optimizer_step(self, is_previous_committed: bool) -> None:
         """Before an optimizer's step; `is_previous_committed`: the step before it has been."""
         # A GPU may not have passed the commit when the next one is made, with which counters are compared from then on.
-        if self.copies is not None and is_previous_committed and self._fingerprint.is_irregular():
+        if self.copies is not None and is_previous_committed and self._fingerprint.has_irregular_change():
             self._ring.last.is_spoilt = True
         self._ring.before_optimizer_step()
 
@@ -199,7 +201,7 @@ class CommittedState:
         before, self._whole = self._whole, None
         if before is None:
             return ""
-        now = self._fingerprint.whole()
+        now = self._fingerprint.read_all()
         self._changes = self._changes + 1 if now != before else 0
         self._must_look = self._must_look or self._changes > 0
         is_unseen = now != before and now[:2] == before[:2]
@@ -232,7 +234,7 @@ class CommittedState:
         if self._scalers:
             self._updates = self._scaler_update_marks()
         if scaler_skipped:
-            self._fingerprint.restart()
+            self._fingerprint.recollect_at_next_commit()
         objects = self._copy_small_state()
         digest = self._digest_unlike(objects) if self._unlike else b""
         looks = self._must_look or self.commits & (self.commits - 1) == 0
@@ -249,8 +251,8 @@ class CommittedState:
         self._fingerprint.commit()
         if looks:
             self._must_look = False
-            self._fingerprint.refresh()
-            self._whole = self._fingerprint.whole()
+            self._fingerprint.recollect_if_replaced()
+            self._whole = self._fingerprint.read_all()
         self._ring.last.revision = self._fingerprint.revision
         return ""
 
@@ -260,7 +262,7 @@ class CommittedState:
 
     def are_tensors_changed(self) -> bool:
         """Tensors have been, since then, as far as that is known at once."""
-        return self.copies is None and self._fingerprint.changed()
+        return self.copies is None and self._fingerprint.is_changed()
 
     def mark_next_step_begun(self) -> None:
         """The next step does."""
@@ -274,7 +276,7 @@ class CommittedState:
         self._ring.last.small_state = objects
         self._whole = None
         if self.are_tensors_changed():
-            self._fingerprint.restart()
+            self._fingerprint.recollect_at_next_commit()
             self._fingerprint.commit()
             self._ring.last.revision = self._fingerprint.revision
 
@@ -301,14 +303,14 @@ class CommittedState:
 
     def has_changed(self, commit: Commit) -> bool:
         """The state is not that of this commit any more."""
-        path = step_files.path_of("commit", self._context.group.rank)
+        path = step_files.record_path("commit", self._context.group.rank)
         committed = step_record.read(path, commit.step, self._host_buffers())
         return (
-            not commit.is_whole()
+            not commit.is_intact()
             or _group_parameter_ids(self.optimizers) != self._groups
-            or self._fingerprint.changed()
+            or self._fingerprint.is_changed()
             or committed is None
-            or committed.pieces != self._record.pieces()
+            or committed.pieces != self._record.current_pieces()
             or commit.revision != self._fingerprint.revision
             or self._gpu_bytes(self._pieces) != self._gpu_bytes(commit.buffers[len(self._on_device) :])
         )
@@ -317,11 +319,12 @@ class CommittedState:
         """Raises CheckpointError if it has changed, or cannot be saved any more."""
         if self.has_changed(commit):
             raise CheckpointError(CHANGED_REASON)
-        now = {path: holder[key] for path, (holder, key) in step_files.buffers(self._attached)}
+        now = {path: holder[key] for path, (holder, key) in step_files.buffer_places(self._attached)}
         kinds = [
-            {path: step_record.kind(buffer) for path, buffer in buffers.items()} for buffers in (now, self._buffers)
+            {path: step_record.buffer_kind(buffer) for path, buffer in buffers.items()}
+            for buffers in (now, self._buffers)
         ]
-        on_gpu = step_files.gpu(self._context.group.device) is not None
+        on_gpu = step_files.device_if_gpu(self._context.group.device) is not None
         copied = [(now[path].data_ptr(), now[path].nbytes) for path in self._on_device if path in now]
         if (
             kinds[0] != kinds[1]
@@ -357,7 +360,7 @@ class CommittedState:
             buffer = self._buffers[path]
             buffers[path] = copied.view(buffer.dtype).view(buffer.shape) if len(copied) else buffer
         small = dict(self._small_objects(commit))
-        for name, key in buffers.keys() & {(name, key) for name in small for key in step_files.OF_SCALER}:
+        for name, key in buffers.keys() & {(name, key) for name in small for key in step_files.SCALER_ATTRIBUTES}:
             (data,) = self._gpu_bytes([step_record.piece(buffers[name, key])])
             small[name][key] = torch.frombuffer(bytearray(data), dtype=buffers.pop((name, key)).dtype).item()
         now = training_state.gather({name: obj for name, obj in self._attached.items() if name not in small})
@@ -371,7 +374,7 @@ class CommittedState:
         optimizers = [name for name, obj in self._attached.items() if isinstance(obj, Optimizer)]
         for name, groups in zip(optimizers, commit.small_state[1], strict=True):
             if has_mutable_setting(groups):
-                raise CheckpointError(MUTABLE)
+                raise CheckpointError(MUTABLE_SETTING_REASON)
             for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
                 saved.update({key: value for key, value in committed.items() if key != "params"})
         return {**content, **self._reserved_part(step, drawn, random_states, is_as_expected)}
@@ -410,7 +413,7 @@ class CommittedState:
             and (not first.committed or first.committed.digest != mine.committed.digest)
         ):
             names = [name for name, obj in self._attached.items() if any(obj is self._others[i] for i in self._unlike)]
-            raise CheckpointError(may_differ(" or ".join(names)))
+            raise CheckpointError(may_differ_reason(" or ".join(names)))
         if any(record.committed and record.committed.pieces != mine.committed.pieces for record in ranks):
             raise CheckpointError(
                 "the parameters are not the same on every rank, as DistributedDataParallel keeps them: does each rank "
@@ -418,7 +421,7 @@ class CommittedState:
             )
         # A record from before such a change, and one from after it, are no state of all ranks.
         both = [(record.committed, mine.committed) for record in ranks if record.committed is not None]
-        if any((b.is_again and not a.is_begun) or (a.is_again and not b.is_begun) for a, b in both):
+        if any((b.is_replaced and not a.is_next_begun) or (a.is_replaced and not b.is_next_begun) for a, b in both):
             raise CheckpointError(
                 f"a rank had not begun the step after {step}, before which the script changes something"
             )
@@ -426,7 +429,7 @@ class CommittedState:
         random_states = [record.random_state(drawn) for record in ranks]
         buffers = (first.committed or mine.committed).buffers
         if first.committed is None and first.expected and mine.expected and self._record.moved_at != step:
-            buffers = step_record.as_expected(first.expected.buffers, mine.expected.buffers, buffers)
+            buffers = step_record.expected_or_committed(first.expected.buffers, mine.expected.buffers, buffers)
         return drawn, random_states, mine.is_as_expected, dict(zip(self._on_host, buffers, strict=True))
 
 
@@ -454,7 +457,7 @@ class RankRecord:
 
     def __init__(self, rank: int, step: int, buffers: Sequence[torch.Tensor], round: int | None = None) -> None:
         self._rank, self._step, self._buffers = rank, step, buffers
-        self._path = step_files.path_of("commit", rank, round)
+        self._path = step_files.record_path("commit", rank, round)
         self.committed, self.expected = self._read(step)
 
     def random_state(self, others: Sequence[RankDraws]) -> RandomState | None:
@@ -483,12 +486,16 @@ class RankRecord:
     @property
     def is_as_expected(self) -> bool:
         """It has drawn nothing between the backward pass and the commit."""
-        return self.committed is not None and self.expected is not None and self.expected.draws_as(self.committed)
+        return (
+            self.committed is not None
+            and self.expected is not None
+            and self.expected.has_same_random_state(self.committed)
+        )
 
     @functools.cached_property
     def previous(self) -> tuple[int, RecordedStep | None, RecordedStep | None]:
         """The last step that it has finished before, 0 for none; as `committed` and `expected`."""
-        last = max((earlier for earlier in step_record.steps(self._path) if earlier < self._step), default=0)
+        last = max((earlier for earlier in step_record.committed_steps(self._path) if earlier < self._step), default=0)
         return last, *(self._read(last) if last else (None, None))
 
     def _likely_state(self, others: Sequence[RankDraws]) -> RandomState | None:
@@ -540,7 +547,7 @@ def nonblocking_state_reader(obj: Any) -> Callable[[], Any]:
         return state_dict
 
     def of_scaler() -> StateDict:
-        if not any(step_files.is_on_gpu(vars(obj).get(where)) for where in step_files.OF_SCALER.values()):
+        if not any(step_files.is_on_gpu(vars(obj).get(where)) for where in step_files.SCALER_ATTRIBUTES.values()):
             return obj.state_dict()
         numbers = {"growth_factor": obj.get_growth_factor(), "backoff_factor": obj.get_backoff_factor()}
         return {**numbers, "growth_interval": obj.get_growth_interval()}

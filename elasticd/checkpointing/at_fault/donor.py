@@ -59,7 +59,7 @@ import torch
 from elasticd import channel
 from elasticd.checkpointing.at_fault import step_files, step_record
 from elasticd.checkpointing.at_fault.committed_state import CHANGED_REASON, CommittedState
-from elasticd.checkpointing.at_fault.donor_rules import averaged, reason_against
+from elasticd.checkpointing.at_fault.donor_rules import averaged_parameters, reason_against
 from elasticd.checkpointing.at_fault.held_commit import HeldCommit, large_storages
 from elasticd.checkpointing.at_fault.step_ring import Commit
 from elasticd.checkpointing.context import SaveContext
@@ -104,6 +104,8 @@ of its node begins at once. A copy that is not complete when the round is does n
 _SLICE_BYTES = 16 << 20
 """The part of a tensor after which such a copy may end."""
 _MID_CHANGE_REASON = "it was between the optimizer's step and session.step()"
+HasDrawn = bool
+"""True if the script has drawn random numbers since the last commit."""
 
 
 class _CopyNotNeeded(Exception):
@@ -198,7 +200,7 @@ class Donor:
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
         try:
-            parameters = averaged(attached, context.group.world_size)
+            parameters = averaged_parameters(attached, context.group.world_size)
             self._why = reason_against(context, attached, parameters)
             if not self._why:
                 self._committed = CommittedState(context, attached, parameters, self._record_expected)
@@ -308,8 +310,8 @@ class Donor:
         if not self._why:
             self._committed.skip_commit()  # the script may still change it, such as by freezing layers
 
-    def commit_late_changes(self, is_changed: bool, is_epoch_tail: bool) -> bool:
-        """Take into the last commit what the script has changed or drawn since then; True if it has drawn.
+    def commit_late_changes(self, is_changed: bool, is_epoch_tail: bool) -> HasDrawn:
+        """Take into the last commit what the script has changed or drawn since then.
 
         `is_epoch_tail`: it is repeated by a run that resumes from that commit, as long as all tensors are those of it.
         """
@@ -464,7 +466,8 @@ class Donor:
         """
         context = self._context
         ahead = max(
-            step_record.last_step(step_files.path_of("commit", rank)) for rank in range(context.group.world_size)
+            step_record.last_committed_step(step_files.record_path("commit", rank))
+            for rank in range(context.group.world_size)
         )
         with contextlib.closing(self._make_client()) as client, contextlib.suppress(OSError, SnapshotRefused):
             while 0 < self._step < ahead and not (self._changing or self._failed) and time.monotonic() < until:

@@ -42,9 +42,11 @@ from elasticd.checkpointing.state.layout import tensors
 from elasticd.errors import Reason
 from elasticd.sampler import ElasticBatchSampler
 
-MOST_BUFFER_BYTES = 16 << 20
+MOST_GPU_BUFFER_BYTES = 16 << 20
 """The most that a rank's buffers on its GPU may have: several copies of them are kept there."""
-MUTABLE = "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
+MUTABLE_SETTING_REASON = (
+    "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class _Rank:
         return [obj for obj in self.attached.values() if isinstance(obj, Optimizer)]
 
     @property
-    def parallel(self) -> list[DistributedDataParallel]:
-        return [model for obj in self.attached.values() if (model := training_state.parallel(obj)) is not None]
+    def ddp_models(self) -> list[DistributedDataParallel]:
+        return [model for obj in self.attached.values() if (model := training_state.find_ddp(obj)) is not None]
 
 
 def reason_against(
@@ -110,10 +112,14 @@ def _large_device_buffers(rank: _Rank) -> Reason:
     """The rule for buffers on the GPU, of which copies are kept there at each step."""
     every = [buffer for module in rank.modules.values() for buffer in module.buffers()]
     size = sum(buffer.nbytes for buffer in every if buffer.device.type != "cpu")
-    return "" if size <= MOST_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
+    return (
+        ""
+        if size <= MOST_GPU_BUFFER_BYTES
+        else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
+    )
 
 
-def _ahead_of_a_gpu(rank: _Rank) -> Reason:
+def _optimizer_ahead_of_gpu(rank: _Rank) -> Reason:
     """An optimizer's numbers are those of the last step that was queued."""
     if rank.context.group.device.type == "cpu":
         return ""
@@ -127,18 +133,18 @@ def _ahead_of_a_gpu(rank: _Rank) -> Reason:
 
 def _no_replicated_model(rank: _Rank) -> Reason:
     """The rule for a model in DistributedDataParallel over all ranks."""
-    sizes = {obj.process_group.size() for obj in rank.parallel}
+    sizes = {obj.process_group.size() for obj in rank.ddp_models}
     if sizes != {rank.context.group.world_size} and not rank.is_alone:
         return "no model in DistributedDataParallel is attached"
     return ""
 
 
-def _own_communication(rank: _Rank) -> Reason:
+def _own_communication_hook(rank: _Rank) -> Reason:
     """Some hooks average rarely, or keep a state that is not attached."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     usual = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-    for obj in rank.parallel:
+    for obj in rank.ddp_models:
         if any(hook not in usual for hook, _ in getattr(obj, "_comm_hooks", [])):
             return "the model has a communication hook, which may keep ranks different"
     return ""
@@ -160,7 +166,7 @@ def _no_replicated_optimizer(rank: _Rank) -> Reason:
     return ""
 
 
-def _only_at_saves(rank: _Rank) -> Reason:
+def _state_made_at_saves(rank: _Rank) -> Reason:
     """The rule for objects whose state the script makes in hooks that are called at saves."""
     names = (name for name, obj in rank.attached.items() if getattr(obj, training_state.ONLY_AT_SAVES, False))
     return next(
@@ -178,20 +184,20 @@ def _tensors_elsewhere(rank: _Rank) -> Reason:
     return ""
 
 
-def _state_of_each_rank(rank: _Rank) -> Reason:
+def _per_rank_state(rank: _Rank) -> Reason:
     """The dead rank's is lost."""
     return next((f"{name} has a state of its own on every rank" for name in rank.context.per_rank), "")
 
 
-def _unlike_rank_0(rank: _Rank) -> Reason:
+def _modules_may_differ(rank: _Rank) -> Reason:
     """A module has to be alike on all ranks; of small objects a digest is compared with rank 0's, at the fault."""
     if rank.context.group.rank == 0:
         return ""
     modules = ((name, obj) for name, obj in rank.attached.items() if isinstance(obj, Module))
-    return next((may_differ(name) for name, obj in modules if not is_alike(obj)), "")
+    return next((may_differ_reason(name) for name, obj in modules if not is_alike_on_ranks(obj)), "")
 
 
-def _own_state_dict(rank: _Rank) -> Reason:
+def _own_module_state_dict(rank: _Rank) -> Reason:
     """The rule for modules with a `state_dict` or hooks of their own: they may return anything."""
     for name, module in rank.modules.items():
         for submodule in module.modules():
@@ -208,17 +214,17 @@ def _own_state_dict(rank: _Rank) -> Reason:
 def _own_optimizer_state(rank: _Rank) -> Reason:
     """A number that is no count, such as a loss, may have been another one on the dead rank."""
     for obj in rank.optimizers:
-        if any(training_state.components(tensor)[0] is not tensor for tensor in _kept(obj)):
+        if any(training_state.components(tensor)[0] is not tensor for tensor in _state_tensors(obj)):
             return f"the state of {type(obj).__name__} has tensors that are made of others"
         for key, value in (item for values in obj.state.values() for item in values.items()):
             if not isinstance(value, (torch.Tensor, int, str, type(None))):
                 return f"{key} in the state of {type(obj).__name__} is no tensor, and may differ between ranks"
         if any((obj._optimizer_state_dict_pre_hooks, obj._optimizer_state_dict_post_hooks)):
             return "an optimizer has hooks for its state_dict"
-    return MUTABLE if any(has_mutable_setting(obj.param_groups) for obj in rank.optimizers) else ""
+    return MUTABLE_SETTING_REASON if any(has_mutable_setting(obj.param_groups) for obj in rank.optimizers) else ""
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for values in optimizer.state.values():
         yield from (tensor for tensor in values.values() if isinstance(tensor, torch.Tensor))
 
@@ -245,15 +251,15 @@ _RULES = (
     _another_device,
     _aborted_collectives,
     _large_device_buffers,
-    _ahead_of_a_gpu,
+    _optimizer_ahead_of_gpu,
     _no_replicated_model,
-    _own_communication,
+    _own_communication_hook,
     _no_replicated_optimizer,
-    _only_at_saves,
+    _state_made_at_saves,
     _tensors_elsewhere,
-    _state_of_each_rank,
-    _unlike_rank_0,
-    _own_state_dict,
+    _per_rank_state,
+    _modules_may_differ,
+    _own_module_state_dict,
     _own_optimizer_state,
     _unusual_tensor,
 )
@@ -271,7 +277,7 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def averaged(attached: Mapping[str, Any], world_size: int) -> dict[int, torch.nn.Parameter]:
+def averaged_parameters(attached: Mapping[str, Any], world_size: int) -> dict[int, torch.nn.Parameter]:
     """The parameters that are equal on all ranks, by id: of one rank all, of several those that DistributedDataParallel
     keeps equal, which were trained when it was made. It does not name them, but counts them. The call has to come
     before the script freezes or unfreezes others.
@@ -280,7 +286,7 @@ def averaged(attached: Mapping[str, Any], world_size: int) -> dict[int, torch.nn
     if world_size == 1:
         modules = (training_state.unwrap(obj) for obj in attached.values() if isinstance(obj, Module))
         return {id(parameter): parameter for module in modules for parameter in module.parameters()}
-    for obj in filter(None, map(training_state.parallel, attached.values())):
+    for obj in filter(None, map(training_state.find_ddp, attached.values())):
         every = [parameter for name, parameter in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
         counted: dict[str, Any] = obj._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         were_all = counted.get("num_parameter_tensors") == len(every)
@@ -288,23 +294,23 @@ def averaged(attached: Mapping[str, Any], world_size: int) -> dict[int, torch.nn
     return parameters
 
 
-def trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
+def trained_parameters(ddp: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
     """The parameters that it trains now."""
-    for name, parameter in parallel.module.named_parameters():
-        if parameter.requires_grad and name not in parallel.parameters_to_ignore:
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
             yield parameter
 
 
-def may_differ(name: str) -> str:
+def may_differ_reason(name: str) -> str:
     """Return the sentence for an object that may differ between ranks, with the way to say that it does not."""
     return f"{name} may differ from rank 0's; if any rank's will do, give it the attribute rank_independent = True"
 
 
-def is_alike(obj: Any) -> bool:
+def is_alike_on_ranks(obj: Any) -> bool:
     """True if the object's state follows from what is equal on all ranks, buffers of modules aside."""
     if isinstance(obj, LRScheduler):
         return not isinstance(obj, ReduceLROnPlateau)
-    if (parallel := training_state.parallel(obj)) is not None:
+    if (parallel := training_state.find_ddp(obj)) is not None:
         return not parallel.parameters_to_ignore
     if getattr(obj, training_state.RANK_INDEPENDENT, False):
         return True

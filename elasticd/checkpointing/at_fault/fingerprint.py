@@ -21,18 +21,18 @@ from elasticd.checkpointing.at_fault.step_record import PIECE_BYTES, piece
 from elasticd.checkpointing.state.training_state import local
 from elasticd.process_group import host_bytes
 
-READ_S = 50e-9
-COMPARE_S = 150e-9
+READ_COUNTER_S = 50e-9
+COMPARE_COUNTER_S = 150e-9
 """The time to read one counter and compare it with an earlier value."""
-LEAST_S = 0.5e-6
-SHARE = 0.0003
-"""The share of a step that reading counters may take at a commit, on average, or LEAST_S if that is longer."""
-LEAST_IRREGULAR_S = 4e-6
-IRREGULAR_SHARE = 0.001
+LEAST_BUDGET_S = 0.5e-6
+BUDGET_SHARE_OF_STEP = 0.0003
+"""The share of a step that reading counters may take at a commit, on average, or LEAST_BUDGET_S if that is longer."""
+LEAST_IRREGULAR_BUDGET_S = 4e-6
+IRREGULAR_BUDGET_SHARE = 0.001
 """The same for reading irregular ones, as of two models that are trained in turn."""
-FIRST_COMMITS = 8
+FULLY_READ_FIRST_COMMITS = 8
 """All counters are read at each of them, which shows how they grow."""
-SAMPLE = 2
+SAMPLED_COUNTERS = 2
 """Counters that are read at every commit, since most changes are of all tensors."""
 RELEARN_AFTER_COMMITS = 64
 """The fewest commits between two times at which the growth of all counters is found anew."""
@@ -48,15 +48,15 @@ class Fingerprint:
         self.set_step_s(0.0)
         self.revision = 0
         """Grows when counters or tensors are not as was expected: they say nothing about commits before that."""
-        self._collect()
-        self.restart()
+        self._collect_tensors()
+        self.recollect_at_next_commit()
 
-    def _collect(self) -> None:
+    def _collect_tensors(self) -> None:
         """The tensors, again whenever an optimizer has begun to keep a state for more parameters, or has loaded one."""
         self.revision += 1
         self._states = [(optimizer, optimizer.state) for optimizer in self._optimizers]
         self._entries = sum(len(state) for _, state in self._states)
-        self._tensors = [*self._parameters, *_states(self._optimizers)]
+        self._tensors = [*self._parameters, *_state_tensors(self._optimizers)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._counters = list(map(_version, self._tensors))
         self._growth: list[int] = []
@@ -69,9 +69,9 @@ class Fingerprint:
         self._sample: list[torch.Tensor] = []
         self._sample_sum = self._sample_growth = 0
         self._interval = 1
-        self._first = FIRST_COMMITS
+        self._first = FULLY_READ_FIRST_COMMITS
 
-    def _read(self) -> None:
+    def _read_counters(self) -> None:
         now, commits = list(map(_version, self._tensors)), self._commits
         grown = list(map(operator.sub, now, self._counters))
         self._age += commits
@@ -79,39 +79,41 @@ class Fingerprint:
             self._sample_sum += commits * self._sample_growth
         else:
             self.revision += 1
-            if not self._learn(now, grown):
-                self._collect()
+            if not self._learn_growth(now, grown):
+                self._collect_tensors()
                 return
         self._counters, self._commits = now, 0
         self._first -= 1
         if self._first > 0:
             return
         # Odd numbers: what changes at every second commit is found to be irregular.
-        self._interval = min(2 * self._interval + 1, int(len(now) * COMPARE_S / self._budget_s) | 1)
+        self._interval = min(2 * self._interval + 1, int(len(now) * COMPARE_COUNTER_S / self._budget_s) | 1)
 
-    def _learn(self, now: list[int], grown: list[int]) -> bool:
+    def _learn_growth(self, now: list[int], grown: list[int]) -> bool:
         """Learn how counters grow that have not grown as before; False if that is to be found anew for all of them."""
         growth = [count // self._commits for count in grown]
         before = self._growth or growth
         odd = {index for index, count in enumerate(grown) if count != before[index] * self._commits}
-        are_few = len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S
+        are_few = len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_COUNTER_S
         if self._age >= RELEARN_AFTER_COMMITS and (2 * len(odd) > len(now) or not are_few):
             return False
         # Of more than can be read, the state is known to be unchanged only once they grow regularly again.
         if are_few:
             self._irregular |= {index: self._tensors[index] for index in odd}
         self._growth = growth
-        sample = [index for index in range(0, len(now), len(now) // SAMPLE + 1) if index not in self._irregular]
+        sample = [
+            index for index in range(0, len(now), len(now) // SAMPLED_COUNTERS + 1) if index not in self._irregular
+        ]
         self._sample = [self._tensors[index] for index in sample]
         self._sample_sum, self._sample_growth = (sum(map(counts.__getitem__, sample)) for counts in (now, growth))
         return True
 
     def set_step_s(self, step_s: float) -> None:
         """Say how long a step takes: counters can be read more often where it is long."""
-        self._budget_s = max(LEAST_S, SHARE * step_s)
-        self._irregular_budget_s = max(LEAST_IRREGULAR_S, IRREGULAR_SHARE * step_s)
+        self._budget_s = max(LEAST_BUDGET_S, BUDGET_SHARE_OF_STEP * step_s)
+        self._irregular_budget_s = max(LEAST_IRREGULAR_BUDGET_S, IRREGULAR_BUDGET_SHARE * step_s)
 
-    def restart(self) -> None:
+    def recollect_at_next_commit(self) -> None:
         """At the next commit the tensors may be other ones, or may have been changed any number of times."""
         self._entries = -1
 
@@ -121,30 +123,30 @@ class Fingerprint:
         for optimizer, state in self._states:
             entries += len(state)
             if optimizer.state is not state:  # after load_state_dict()
-                self.restart()
+                self.recollect_at_next_commit()
         if entries != self._entries:
-            self._collect()
+            self._collect_tensors()
             return
         self._commits += 1
         expected = self._sample_sum + self._commits * self._sample_growth
         if self._commits >= self._interval or sum(map(_version, self._sample)) != expected:
-            self._read()
+            self._read_counters()
         if self._irregular:
             self._irregular_counters = list(map(_version, self._irregular.values()))
 
-    def refresh(self) -> None:
+    def recollect_if_replaced(self) -> None:
         """Follow tensors that have been replaced: to be called after a commit, from time to time."""
-        if self._is_replaced():
-            self._collect()
+        if self._are_tensors_replaced():
+            self._collect_tensors()
 
-    def _is_replaced(self) -> bool:
-        now = [*_parameters(self._modules), *_states(self._optimizers)]
+    def _are_tensors_replaced(self) -> bool:
+        now = [*_parameters(self._modules), *_state_tensors(self._optimizers)]
         same = [id(tensor) for tensor in now] == [id(tensor) for tensor in self._tensors]
         return not same or [tensor.data_ptr() for tensor in now] != self._addresses
 
-    def whole(self) -> tuple[list[int], list[int], bytes]:
+    def read_all(self) -> tuple[list[int], list[int], bytes]:
         """Counters, addresses and pieces in the host's memory, of all tensors."""
-        tensors = [*_parameters(self._modules), *_states(self._optimizers)]
+        tensors = [*_parameters(self._modules), *_state_tensors(self._optimizers)]
         pieces = [piece(tensor, PIECE_BYTES) for tensor in tensors if tensor.device.type == "cpu"]
         return (
             [tensor._version for tensor in tensors],
@@ -152,15 +154,15 @@ class Fingerprint:
             bytes(host_bytes(torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]))),
         )
 
-    def changed(self) -> bool:
+    def is_changed(self) -> bool:
         """Since the last commit; also True where that cannot be known."""
-        return self._is_replaced() or self._is_counted()
+        return self._are_tensors_replaced() or self._has_counted_change()
 
-    def is_irregular(self) -> bool:
+    def has_irregular_change(self) -> bool:
         """A counter that is read at every commit shows a change since the last one."""
         return bool(self._irregular) and list(map(_version, self._irregular.values())) != self._irregular_counters
 
-    def _is_counted(self) -> bool:
+    def _has_counted_change(self) -> bool:
         if not self._commits:
             return list(map(_version, self._tensors)) != self._counters
         if not self._growth:
@@ -176,7 +178,7 @@ def _parameters(modules: Sequence[Any]) -> Iterator[torch.Tensor]:
         yield from module.parameters()
 
 
-def _states(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _state_tensors(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for values in optimizer.state.values():
             yield from (local(value) for value in values.values() if isinstance(value, torch.Tensor))

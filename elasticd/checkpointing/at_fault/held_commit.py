@@ -27,7 +27,7 @@ from elasticd.checkpointing.storage.manifest import Manifest
 
 _LARGE_BYTES = 64 << 10
 """A smaller tensor is sent with the Python values: to send each by itself takes longer."""
-_KEY = "process"
+_PROCESS_KEY = "process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class HeldCommit:
         """A digest of samples of the large tensors and of all small ones."""
         return f"{self.layout.shared_digest} {self.layout.own_checksum}"
 
-    def describe(self) -> Message:
+    def to_message(self) -> Message:
         """The word for `held_states`, on rank 0."""
-        return {_KEY: [self.draft.to_json().decode(), self.number, self.layout.shared_digest]}
+        return {_PROCESS_KEY: [self.draft.to_json().decode(), self.number, self.layout.shared_digest]}
 
 
 def large_storages(attached: Mapping[str, Any]) -> frozenset[int]:
@@ -62,11 +62,11 @@ def large_storages(attached: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(storage.data_ptr() for storage in storages if storage.nbytes() >= _LARGE_BYTES)
 
 
-def held_states(words: list[bytes]) -> list[HeldState]:
+def decode_held_states(messages: list[bytes]) -> list[HeldState]:
     """The states that processes hold, by each rank's word; the ranks of one hold the same state, by samples of it."""
     states: dict[tuple[int, int, str], HeldState] = {}
-    for rank, word in enumerate(words):
-        if described := json.loads(word or b"{}").get(_KEY):
+    for rank, word in enumerate(messages):
+        if described := json.loads(word or b"{}").get(_PROCESS_KEY):
             draft, number, digest = described
             snapshot = Snapshot.of_draft(draft.encode(), number)
             key = (snapshot.draft.round, snapshot.draft.step, digest)

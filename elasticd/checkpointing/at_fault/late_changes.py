@@ -31,16 +31,17 @@ from elasticd.sampler import ElasticBatchSampler
 if TYPE_CHECKING:
     from elasticd.checkpointing.at_fault.donor import Donor
 
-FIRST_STEPS = 3
+STEPS_BEFORE_REFUSAL = 3
 """The first steps, after which a late change is an error; later ones have cost too much work."""
 LONGEST_LOOK_S = 20e-6
-"""The longest look at an object of the script's own. One that takes longer is looked at in FIRST_LOOKS only."""
-FIRST_LOOKS = 8
-_REPEATED_BY = "elasticd.integrations."
+"""The longest look at an object of the script's own. One that takes longer is looked at in LOOKS_AT_SLOW_OBJECTS
+only."""
+LOOKS_AT_SLOW_OBJECTS = 8
+_INTEGRATIONS_PREFIX = "elasticd.integrations."
 """The modules in which the attached state of a framework's loop is made, which does again what a fault kept it from."""
 _PIECE_BYTES = 1024
 """The bytes from the beginning, the middle and the end of a parameter."""
-Look = Callable[[], Any]
+ReadState = Callable[[], Any]
 
 
 class BetweenSteps:
@@ -67,10 +68,10 @@ class BetweenSteps:
         self._random_state = training_state.random_state(self._device) if self._ends_epoch else None
         self.has_begun = False
 
-    def on_save(self, is_past: bool) -> None:
-        """The script saves. `is_past`: as of the beginning of the next epoch, so no rest of this one is repeated."""
+    def on_save(self, is_next_epoch: bool) -> None:
+        """The script saves. `is_next_epoch`: as of the next epoch's beginning, so no rest of this one is repeated."""
         self._is_saved = True
-        self._ends_epoch = self._ends_epoch and not is_past
+        self._ends_epoch = self._ends_epoch and not is_next_epoch
         self._changes.commit()
 
     def is_changed(self) -> bool:
@@ -92,7 +93,7 @@ class BetweenSteps:
         changed = self._changes.find()
         self.changed = [name for name in changed if is_certain or name in self._changes.untrained]
         if is_certain and self._donor.commit_late_changes(
-            bool(changed) or self._changes.are_counted(), self._ends_epoch
+            bool(changed) or self._changes.has_counted_changes(), self._ends_epoch
         ):
             self.changed.append("the random state")
         if not self.changed or self._ends_epoch:
@@ -104,7 +105,7 @@ class BetweenSteps:
             "what that call saves lacks the change, and so does a run that resumes from it. Move session.step() below "
             "everything that belongs to the step"
         )
-        is_always = self._is_first_run and self._count == self._in_a_row == FIRST_STEPS
+        is_always = self._is_first_run and self._count == self._in_a_row == STEPS_BEFORE_REFUSAL
         if is_always and is_certain and not self._changes.certain.isdisjoint(self.changed):
             self._donor.close()
             raise CheckpointRefused(what)
@@ -121,29 +122,29 @@ class LateChanges:
     """
 
     def __init__(self, attached: Mapping[str, Any]) -> None:
-        self._looks: dict[str, Look] = {}
+        self._looks: dict[str, ReadState] = {}
         self._sample: list[torch.Tensor] = []
         """Parameters in the host's memory, whose values show a change. An evaluation may have put other ones there for
         a while, and that moves their counters.
         """
         self._counters: list[int] = []
         self._own: set[str] = set()
-        if not any(type(obj).__module__.startswith(_REPEATED_BY) for obj in attached.values()):
+        if not any(type(obj).__module__.startswith(_INTEGRATIONS_PREFIX) for obj in attached.values()):
             for name, obj in attached.items():
-                if read_state := self._look_of(name, obj):
+                if read_state := self._state_reader(name, obj):
                     self._looks[name] = read_state
         self.certain = {name for name, obj in attached.items() if isinstance(obj, Module) or _is_scheduler(obj)}
         """Names of those that no script changes at the beginning of a step, after it has asked for the batch."""
-        self.untrained = self.certain - _trained(attached)
+        self.untrained = self.certain - _trained_modules(attached)
         """Those that no script changes before its optimizer's step."""
         self._kept: dict[str, Any] = {}
         self._count = 0
 
-    def _look_of(self, name: str, obj: Any) -> Look | None:
+    def _state_reader(self, name: str, obj: Any) -> ReadState | None:
         if isinstance(obj, ElasticBatchSampler):
             return None
         if isinstance(obj, Module):
-            return self._module(obj)
+            return self._module_reader(obj)
         if isinstance(obj, Optimizer):
             return lambda: [group.get("lr") for group in obj.param_groups]
         if _is_scheduler(obj):
@@ -158,7 +159,7 @@ class LateChanges:
 
     def commit(self) -> None:
         """The state is that of a step."""
-        if self._count == FIRST_LOOKS:
+        if self._count == LOOKS_AT_SLOW_OBJECTS:
             self._drop_slow()
         self._kept = {name: read_state() for name, read_state in self._looks.items()}
         self._counters = [tensor._version for tensor in self._sample]
@@ -168,18 +169,18 @@ class LateChanges:
         """The names of what has changed since."""
         return [name for name, before in self._kept.items() if self._looks[name]() != before]
 
-    def are_counted(self) -> bool:
+    def has_counted_changes(self) -> bool:
         """Changes of parameters since, also of those that have their values back."""
         return [tensor._version for tensor in self._sample] != self._counters
 
-    def _module(self, module: torch.nn.Module) -> Look | None:
+    def _module_reader(self, module: torch.nn.Module) -> ReadState | None:
         """The first and the last parameter: of those elsewhere than in the host's memory their counters of changes."""
         every = [parameter for parameter in module.parameters() if not parameter.is_inference()]
         sample = every[:1] + every[1:][-1:]
         plain = all(type(tensor.data) is torch.Tensor and tensor.layout is torch.strided for tensor in sample)
         if sample and plain and all(tensor.device.type == "cpu" for tensor in sample):
             self._sample += sample
-            looks = list(map(_pieces, sample))
+            looks = list(map(_pieces_reader, sample))
             return lambda: [read_state() for read_state in looks]
         counted = list(map(local, sample))
         return (lambda: [tensor._version for tensor in counted]) if counted else None
@@ -192,7 +193,7 @@ class LateChanges:
                 del self._looks[name]
 
 
-def _trained(attached: Mapping[str, Any]) -> set[str]:
+def _trained_modules(attached: Mapping[str, Any]) -> set[str]:
     """Names of the modules that an optimizer trains."""
     optimizers = [obj for obj in attached.values() if isinstance(obj, Optimizer)]
     trained = {id(parameter) for obj in optimizers for group in obj.param_groups for parameter in group["params"]}
@@ -204,7 +205,7 @@ def _is_scheduler(obj: Any) -> bool:
     return isinstance(obj, LRScheduler)
 
 
-def _pieces(parameter: torch.Tensor) -> Look:
+def _pieces_reader(parameter: torch.Tensor) -> ReadState:
     """Pieces of a parameter's memory, which may be another one each time."""
     known, pieces = 0, set[tuple[int, int]]()
 

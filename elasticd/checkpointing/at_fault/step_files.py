@@ -19,7 +19,7 @@ from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import RandomState
 
 
-def path_of(kind: str, rank: int, round: int | None = None) -> str:
+def record_path(kind: str, rank: int, round: int | None = None) -> str:
     """The path of a rank's record. It lies beside the heartbeat records and has their life time: this round and the
     next.
     """
@@ -27,14 +27,14 @@ def path_of(kind: str, rank: int, round: int | None = None) -> str:
     return str((directory if round is None else directory.with_name(f"round-{round}")) / f"{kind}-{rank}")
 
 
-def paths_on_node(kind: str, round: int) -> list[str]:
+def record_paths_on_node(kind: str, round: int) -> list[str]:
     """The records of the ranks that were on this node in a round."""
-    return list(map(str, Path(path_of(kind, 0, round)).parent.glob(f"{kind}-*")))
+    return list(map(str, Path(record_path(kind, 0, round)).parent.glob(f"{kind}-*")))
 
 
 def kept_random_state(rank: int, step: int, round: int) -> RandomState | None:
     """The random state with which a rank of that round trained on after it had resumed without one, if it ran here."""
-    record = step_record.read(path_of("resumed", rank, round), step, [])
+    record = step_record.read(record_path("resumed", rank, round), step, [])
     return record.random_state if record is not None else None
 
 
@@ -42,48 +42,48 @@ def keep_random_state(rank: int, step: int, device: torch.device) -> None:
     """Keep the random state of a round that has resumed from a state without it: should it commit no step, the next one
     resumes from that.
     """
-    step_record.StepRecord(path_of("resumed", rank), [], [], gpu(device)).commit(step)
+    step_record.StepRecord(record_path("resumed", rank), [], [], device_if_gpu(device)).commit(step)
 
 
-def refused(round: int | None = None) -> set[tuple[int, int]]:
+def refused_states(round: int | None = None) -> set[tuple[int, int]]:
     """The states in memory that a round has refused, as far as this node knows: the round and the number of each save.
 
     `round`: None is this one.
     """
     try:
-        data = Path(path_of("refused", 0, round)).read_bytes() if "ELASTICD_HEARTBEAT" in os.environ else b"[]"
+        data = Path(record_path("refused", 0, round)).read_bytes() if "ELASTICD_HEARTBEAT" in os.environ else b"[]"
         return {(saved_in, number) for saved_in, number in json.loads(data)}
     except (OSError, ValueError, TypeError):
         return set()
 
 
-def refuse(saved: Iterable[tuple[int, int]]) -> None:
+def refuse_states(saved: Iterable[tuple[int, int]]) -> None:
     """Keep on this node that these states are not used by this round: of the next one, the reason is not known."""
-    states = sorted(refused().union(saved))
+    states = sorted(refused_states().union(saved))
     if states and "ELASTICD_HEARTBEAT" in os.environ:
         with contextlib.suppress(OSError):
-            Path(path_of("refused", 0)).write_bytes(json.dumps(states).encode())
+            Path(record_path("refused", 0)).write_bytes(json.dumps(states).encode())
 
 
-def gpu(device: torch.device) -> torch.device | None:
+def device_if_gpu(device: torch.device) -> torch.device | None:
     """The device if it is one whose generator is recorded."""
     return device if device.type == "cuda" else None
 
 
-OF_SCALER = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
+SCALER_ATTRIBUTES = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
 """The keys of a GradScaler's state that are tensors, and their attributes: None before the first use."""
 
 
 def is_on_gpu(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and not on_host(tensor)
+    return tensor is not None and not is_on_host(tensor)
 
 
-def on_host(tensor: torch.Tensor) -> bool:
+def is_on_host(tensor: torch.Tensor) -> bool:
     """A commit record has it; what is on a device is kept there."""
     return tensor.device.type == "cpu"
 
 
-def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], step_record.Place]]:
+def buffer_places(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], step_record.BufferPlace]]:
     """The places of the buffers in the state of attached modules, by the module's name and the key.
 
     Also what a GradScaler keeps on a GPU. And behind all of these what optimizers keep in the host's memory for
@@ -96,7 +96,7 @@ def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], step
             attributes = vars(obj)
             yield from (
                 ((name, key), (attributes, where))
-                for key, where in OF_SCALER.items()
+                for key, where in SCALER_ATTRIBUTES.items()
                 if is_on_gpu(attributes.get(where))
             )
         if not isinstance(obj, Module):
@@ -109,6 +109,6 @@ def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], step
         if isinstance(optimizer, Optimizer):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for number, parameter in enumerate(parameters):
-                values = {} if on_host(parameter) else optimizer.state.get(parameter, {})
-                keys = [key for key, value in values.items() if hasattr(value, "device") and on_host(value)]
+                values = {} if is_on_host(parameter) else optimizer.state.get(parameter, {})
+                keys = [key for key, value in values.items() if hasattr(value, "device") and is_on_host(value)]
                 yield from (((name, (number, key)), (values, key)) for key in keys)

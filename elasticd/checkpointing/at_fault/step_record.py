@@ -39,21 +39,21 @@ from elasticd.process_group import host_bytes
 
 _HEAD = struct.Struct(f"<qqqd{generators.DEVICE_BYTES}s16s")
 _NO_STEP = -1
-_BEGUN, _AGAIN = 32, 64
+_NEXT_BEGUN, _REPLACED = 32, 64
 """Flags, beside those of `generators`: the next step has begun; what was changed before that is in the record."""
 PIECE_BYTES = 64
 MOST_PIECES = 16
 """Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
-_PIECES_BYTES = MOST_PIECES * PIECE_BYTES
+_ALL_PIECES_BYTES = MOST_PIECES * PIECE_BYTES
 _MOST_VECTORS = 1024
 """IOV_MAX of limits.h."""
 _pwritev: Any = ctypes.PyDLL(None).pwritev
 _pwritev.restype = ctypes.c_ssize_t
-_SLOTS = 4
-_EXPECTED = 2
-_ALIGNMENT = 64
+_SLOT_COUNT = 4
+_FIRST_EXPECTED_SLOT = 2
+_SLOT_ALIGNMENT = 64
 """The alignment of slots: a step lies in one cache line, so no other process reads half of it."""
-Place = tuple[Any, Any]
+BufferPlace = tuple[Any, Any]
 """The place where a module has a buffer: a container, and the key in it. A script may put another tensor there."""
 
 
@@ -69,10 +69,10 @@ class RecordedStep:
     buffers: list[torch.Tensor]
     pieces: bytes  #: bytes of parameters: ranks with different ones have diverged. An expected commit has none.
     digest: bytes
-    is_begun: bool = False  #: the next step has begun
-    is_again: bool = False  #: it has what was changed, or drawn, before the next step began
+    is_next_begun: bool = False  #: the next step has begun
+    is_replaced: bool = False  #: it has what was changed, or drawn, before the next step began
 
-    def draws_as(self, other: RecordedStep) -> bool:
+    def has_same_random_state(self, other: RecordedStep) -> bool:
         return training_state.to_bytes(self.random_state) == training_state.to_bytes(other.random_state)
 
 
@@ -85,10 +85,10 @@ class StepRecord:
     def __init__(
         self,
         path: str,
-        buffers: Sequence[Place],
+        buffers: Sequence[BufferPlace],
         parameters: Sequence[torch.Tensor],
         device: torch.device | None = None,
-        fixed: Sequence[Place] = (),
+        fixed: Sequence[BufferPlace] = (),
     ) -> None:
         """`device`: the rank's, if it is a GPU. `fixed`: tensors that only the optimizer changes, in place; read as
         buffers behind the others, and not expected.
@@ -98,11 +98,11 @@ class StepRecord:
         self._holders, self._keys = [holder for holder, _ in buffers], [key for _, key in buffers]
         self._data_ptr: Any = torch.Tensor.data_ptr
         every = [holder[key] for holder, key in (*buffers, *fixed)]
-        self._kinds = list(map(kind, every))
+        self._kinds = list(map(buffer_kind, every))
         self._pieces = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
-        self._pieces.append(torch.zeros(_PIECES_BYTES - sum(map(len, self._pieces)), dtype=torch.uint8))
-        self._places = places = _Places(every)
-        size = _SLOTS * places.bytes
+        self._pieces.append(torch.zeros(_ALL_PIECES_BYTES - sum(map(len, self._pieces)), dtype=torch.uint8))
+        self._places = places = _SlotOffsets(every)
+        size = _SLOT_COUNT * places.bytes
         self._fd = fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, fd)
         if os.fstat(fd).st_size != size:
@@ -114,34 +114,39 @@ class StepRecord:
         self._flags = [memoryview(self._map)[slot + 8 : slot + 16].cast("q") for slot in range(0, size, places.bytes)]
         self._next = int(self._steps[0][0] > self._steps[1][0])
         """The slot of the next commit, and of what is expected of it."""
-        self._written: list[Any] = [None] * _SLOTS
+        self._written: list[Any] = [None] * _SLOT_COUNT
         """The numbers of the generators and the digest in each slot."""
         self._generators = generators.Generators(device)
         self.moved_at = 0
         """The last step that found a buffer elsewhere than the step before; 0 for none."""
-        self.locate()
+        self.locate_tensors()
 
-    def locate(self) -> None:
+    def locate_tensors(self) -> None:
         """Find the memory of the tensors again: torch moves one that the script sends to another process, and the
         script may replace a buffer. Raises OtherBuffers.
         """
         tensors = [holder.get(key) for holder, key in (*self._buffers, *self._fixed)]
-        if list(map(kind, tensors)) != self._kinds:
+        if list(map(buffer_kind, tensors)) != self._kinds:
             raise OtherBuffers
         memory, count = list(map(piece, tensors)), len(self._buffers)
         self._addresses = [buffer.data_ptr() for buffer in tensors[:count]]
         of_buffers, of_pieces, size = self._places.buffers, self._places.pieces, self._places.bytes
-        self._gathers = [_Gather(self._fd, at * size + of_pieces, self._pieces + memory) for at in range(_EXPECTED)]
-        self._gathers += [_Gather(self._fd, at * size + of_buffers, memory[:count]) for at in range(_EXPECTED, _SLOTS)]
+        self._gathers = [
+            _GatheredWrite(self._fd, at * size + of_pieces, self._pieces + memory) for at in range(_FIRST_EXPECTED_SLOT)
+        ]
+        self._gathers += [
+            _GatheredWrite(self._fd, at * size + of_buffers, memory[:count])
+            for at in range(_FIRST_EXPECTED_SLOT, _SLOT_COUNT)
+        ]
         self._memory = self._generators.memory
         whole = memoryview(self._map)
         self._copies = []
-        for slot in range(0, _SLOTS * size, size):
+        for slot in range(0, _SLOT_COUNT * size, size):
             ends = itertools.accumulate(map(len, self._memory), initial=slot + self._places.generators)
             places = [whole[start:end] for start, end in itertools.pairwise(ends)]
             self._copies.append(list(zip(places, self._memory, strict=True)))
 
-    def pieces(self) -> bytes:
+    def current_pieces(self) -> bytes:
         """Bytes of the parameters as they are now."""
         return bytes(host_bytes(torch.cat(self._pieces)))
 
@@ -150,21 +155,21 @@ class StepRecord:
 
         `digest` has at most 16 bytes. Raises OtherBuffers.
         """
-        if self._buffers and self._are_moved():
+        if self._buffers and self._are_buffers_moved():
             self.moved_at = step
-            self.locate()
-        self._copy(step, self._next, digest)
+            self.locate_tensors()
+        self._write_slot(step, self._next, digest)
         self._next = 1 - self._next
 
     def replace_commit(self, step: int, digest: bytes = b"") -> None:
         """Replace the last commit, of the same step. Raises OtherBuffers."""
         self._next = 1 - self._next
         self.commit(step, digest)
-        self._flags[1 - self._next][0] |= _AGAIN
+        self._flags[1 - self._next][0] |= _REPLACED
 
     def mark_next_step_begun(self) -> None:
         """The next step does."""
-        self._flags[1 - self._next][0] |= _BEGUN
+        self._flags[1 - self._next][0] |= _NEXT_BEGUN
 
     def has_drawn(self) -> bool:
         """The generators have been used since the last commit."""
@@ -180,11 +185,11 @@ class StepRecord:
 
         A buffer that is moved for the first time may be as it was before: `moved_at` says so after the commit.
         """
-        if self.moved_at and self._are_moved():
-            self.locate()
-        self._copy(step, self._next + _EXPECTED)
+        if self.moved_at and self._are_buffers_moved():
+            self.locate_tensors()
+        self._write_slot(step, self._next + _FIRST_EXPECTED_SLOT)
 
-    def _copy(self, step: int, number: int, digest: bytes = b"") -> None:
+    def _write_slot(self, step: int, number: int, digest: bytes = b"") -> None:
         numbers, of_step = self._generators.look(), self._steps[number]
         of_step[0] = _NO_STEP
         if self._written[number] != (numbers, digest):
@@ -192,18 +197,18 @@ class StepRecord:
             self._written[number] = numbers, digest
         self._flags[number][0] = numbers[0]
         if self._generators.memory is not self._memory:
-            self.locate()
+            self.locate_tensors()
         # What is read of a parameter that has moved is found at the fault: it differs from the parameter then.
         if not self._gathers[number].write():
             self.moved_at = step
-            self.locate()
+            self.locate_tensors()
             if not self._gathers[number].write():
                 raise OSError("the memory of a tensor cannot be read")
         for place, memory in self._copies[number]:
             place[:] = memory
         of_step[0] = step
 
-    def _are_moved(self) -> bool:
+    def _are_buffers_moved(self) -> bool:
         try:
             return list(map(self._data_ptr, map(operator.getitem, self._holders, self._keys))) != self._addresses
         except (KeyError, TypeError):
@@ -216,10 +221,10 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
 
     `buffers` have the shapes of the rank's.
     """
-    places = _Places(buffers)
+    places = _SlotOffsets(buffers)
     try:
         with open(path, "rb", buffering=0) as file:
-            slot = read_slot(file.fileno(), step, places.bytes, _EXPECTED * expected)
+            slot = read_slot(file.fileno(), step, places.bytes, _FIRST_EXPECTED_SLOT * expected)
     except OSError:
         return None
     if slot is None:
@@ -235,12 +240,12 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         copies.append(_tensor(slot[at:end], buffer))
         at = end
     pieces = slot[places.pieces : places.buffers]
-    return RecordedStep(random_state, copies, pieces, digest, bool(flags & _BEGUN), bool(flags & _AGAIN))
+    return RecordedStep(random_state, copies, pieces, digest, bool(flags & _NEXT_BEGUN), bool(flags & _REPLACED))
 
 
 def read_slot(fd: int, step: int, size: int, first: int) -> bytes | None:
     """The slot of `step`, `first` or the next one, if it has that step before and after all else was read."""
-    if os.fstat(fd).st_size != _SLOTS * size:
+    if os.fstat(fd).st_size != _SLOT_COUNT * size:
         return None
 
     def step_at(offset: int) -> int:
@@ -256,23 +261,23 @@ def read_slot(fd: int, step: int, size: int, first: int) -> bytes | None:
     return None
 
 
-def steps(path: str) -> list[int]:
+def committed_steps(path: str) -> list[int]:
     """The last two steps that a rank has committed."""
     try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size // _SLOTS
-            heads = [os.pread(file.fileno(), _HEAD.size, at * size) for at in range(_EXPECTED)]
+            size = os.fstat(file.fileno()).st_size // _SLOT_COUNT
+            heads = [os.pread(file.fileno(), _HEAD.size, at * size) for at in range(_FIRST_EXPECTED_SLOT)]
     except OSError:
         return []
     return sorted(step for head in heads if len(head) == _HEAD.size and (step := _HEAD.unpack(head)[0]) > 0)
 
 
-def last_step(path: str) -> int:
+def last_committed_step(path: str) -> int:
     """The last step that a rank has committed, 0 for none."""
-    return max(steps(path), default=0)
+    return max(committed_steps(path), default=0)
 
 
-def as_expected(
+def expected_or_committed(
     theirs: list[torch.Tensor], expected: list[torch.Tensor], committed: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The buffers that a rank has expected, where this rank has committed what it has expected; else this rank's."""
@@ -281,18 +286,18 @@ def as_expected(
     return [their if torch.equal(before, now) else now for their, before, now in triples]
 
 
-class _Places:
+class _SlotOffsets:
     """Offsets in a slot."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self.pieces = _HEAD.size
-        self.buffers = self.pieces + _PIECES_BYTES
+        self.buffers = self.pieces + _ALL_PIECES_BYTES
         self.generators = self.buffers + sum(buffer.numel() * buffer.element_size() for buffer in buffers)
         used = self.generators + sum(generators.OTHERS_SIZES) + generators.torch_bytes()
-        self.bytes = -(-used // _ALIGNMENT) * _ALIGNMENT
+        self.bytes = -(-used // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
 
-def kind(buffer: Any) -> Any:
+def buffer_kind(buffer: Any) -> Any:
     """Equal for two buffers of which one can be copied to the other's place."""
     if not isinstance(buffer, torch.Tensor):
         return None
@@ -305,15 +310,15 @@ def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
-def piece(tensor: torch.Tensor, most: int | None = None) -> torch.Tensor:
-    """The memory of a dense tensor as bytes, not a copy; `most` bytes from its middle."""
+def piece(tensor: torch.Tensor, most_bytes: int | None = None) -> torch.Tensor:
+    """The memory of a dense tensor as bytes, not a copy; `most_bytes` from its middle."""
     whole = tensor.numel() * tensor.element_size()
-    size = whole if most is None else min(most, whole)
+    size = whole if most_bytes is None else min(most_bytes, whole)
     start = tensor.storage_offset() * tensor.element_size() + (whole - size) // 2
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, (size,), (1,))
 
 
-class _Gather:
+class _GatheredWrite:
     """Writes the memory of many tensors to one place of a file by one system call: ten times as fast as a copy of each,
     and memory that was given back meanwhile is an error and no crash.
     """

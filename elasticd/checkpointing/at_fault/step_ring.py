@@ -50,7 +50,7 @@ class Commit:
         self.is_spoilt = False
         """The state was changed after it."""
 
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """The device has not begun to change the state of this commit."""
         return not self.is_spoilt and (self.begun is None or not self.begun.query())
 
@@ -110,7 +110,7 @@ class StepRing:
         """The commit that the memory is at; None between two, and where the device is further behind than DEPTH."""
         passed = (commit for commit in reversed(self._commits) if commit.done is None or commit.done.query())
         newest = next(passed, None)
-        return newest if newest is not None and newest.step and newest.is_whole() else None
+        return newest if newest is not None and newest.step and newest.is_intact() else None
 
 
 class _Stream:
@@ -122,11 +122,11 @@ class _Stream:
         self._number = functools.partial(torch._C._cuda_getCurrentRawStream, self._found().device_index)
         self._known: Any = None
 
-    def number(self) -> int:
+    def current_number(self) -> int:
         number: int = self._number()
         return number
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         if self._known is None or self._number() != self._known.cuda_stream:
             self._known = self._found()
         event: Event = self._event()
@@ -134,10 +134,10 @@ class _Stream:
         return event
 
 
-def ring_of(device: torch.device, buffers: Sequence[torch.Tensor]) -> StepRing:
+def make_ring(device: torch.device, buffers: Sequence[torch.Tensor]) -> StepRing:
     """The ring of a rank that trains on `device`."""
     if device.type != "cuda":
         return StepRing()
 
     stream = _Stream(device)
-    return StepRing(stream.mark, buffers, torch._foreach_copy_, stream.number)
+    return StepRing(stream.record_event, buffers, torch._foreach_copy_, stream.current_number)

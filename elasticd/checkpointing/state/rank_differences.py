@@ -163,7 +163,7 @@ def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, sa
     for name, obj in attached.items():
         if not isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
             continue
-        wrapper = training_state.parallel(obj)
+        wrapper = training_state.find_ddp(obj)
         parameters = (obj if wrapper is None else wrapper.module).parameters()
         # One that is frozen may be a rank's own by design, which is no error at the first save.
         is_in_ddp = wrapper is not None

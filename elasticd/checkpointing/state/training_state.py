@@ -125,7 +125,7 @@ def unwrap(obj: Any) -> Any:
     return obj
 
 
-def parallel(obj: Any) -> DistributedDataParallel | None:
+def find_ddp(obj: Any) -> DistributedDataParallel | None:
     """The DistributedDataParallel that `obj` is, or that torch.compile has wrapped."""
     while isinstance(obj, Module) and not isinstance(obj, DistributedDataParallel) and _COMPILED in obj._modules:
         obj = obj._modules[_COMPILED]
@@ -144,7 +144,7 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
     Buffers are not: each rank's BatchNorm has seen its own batches.
     """
     parameters: dict[int, torch.Tensor] = {}
-    for obj in map(parallel, attached.values()):
+    for obj in map(find_ddp, attached.values()):
         if obj is not None and obj.process_group.size() == world_size:
             trained = [
                 parameter for name, parameter in obj.module.named_parameters() if name not in obj.parameters_to_ignore
