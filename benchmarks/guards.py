@@ -222,13 +222,13 @@ def _any_reading_will_do(replace_: Replace) -> None:
 
 
 def _ends_without_a_trace(replace_: Replace) -> None:
-    delete = Planner.delete_records
+    delete = Planner.delete_job_records
 
     def delete_all(planner: Planner, round: Round) -> None:
         delete(planner, round)
         planner._store.delete(planner._keys.round)
 
-    replace_(Planner, "delete_records", delete_all)
+    replace_(Planner, "delete_job_records", delete_all)
 
 
 GUARDS = (

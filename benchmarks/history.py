@@ -20,7 +20,7 @@ WINDOW_S = 3.0
 """Within this a node that reaches the store has read a Round and killed its old group: retries, a lost lease."""
 REREAD_S = 15.0
 """Once an agent has read all its keys again: every 10 s."""
-ENDED_S = 600.0
+ENDED_JOB_TTL_S = 600.0
 """An ended job's Round stays so long for agents that come late."""
 Interval = tuple[float, float]
 
@@ -150,7 +150,7 @@ def ends_are_final(history: History) -> Iterator[str]:
         end = ends.get(view.run)
         if end is not None and not view.outcome and view.number > end.number:
             knows = [m for m in view.members if m in history.agents and history.agents[m].started_at < end.at]
-            again = end.outcome == "stopped" or view.at > end.at + ENDED_S
+            again = end.outcome == "stopped" or view.at > end.at + ENDED_JOB_TTL_S
             if knows or not again:
                 why = f"{knows[0][0]} took part in both" if knows else f"it had {end.outcome}"
                 yield f"round {view.number} of run {view.run!r} came after its end, round {end.number}: {why}"

@@ -487,7 +487,7 @@ class RendezvousMember:
         """True if the job has ended. Its leader may have died before it deleted the records: then a joiner does."""
         round = self._follower.round
         if self._follower.ended_before_joining and round is not None:
-            self._planner.delete_records(round)
+            self._planner.delete_job_records(round)
         return round is not None and round.terminal
 
     # --- the end ----------------------------------------------------------------------------------------------------

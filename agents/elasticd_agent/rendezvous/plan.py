@@ -71,14 +71,14 @@ from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 ROOT_CAUSE_WAIT_S = 0.15
 """The wait for the root cause while all reported failures are of ranks that lost a peer."""
 
-MOST_HANG_PLACES = 32
+MAX_HANG_PLACES = 32
 """Kept in each Round; one takes some 60 bytes."""
 
 Verdict = Round | Pause | Wait
 
 
 @dataclass(frozen=True)
-class _Running:
+class _RunningRound:
     """A Round that runs, and what its rules look at."""
 
     view: View
@@ -102,12 +102,12 @@ class _Running:
         return tuple(self.view.record(m.node) for m in self.current.members)
 
     @property
-    def rank_0(self) -> NodeRecord | None:
+    def rank_0_record(self) -> NodeRecord | None:
         """The record of rank 0's node."""
         return self.records[0]
 
     @property
-    def first_failure(self) -> Failure:
+    def likely_root_cause(self) -> Failure:
         """The first one that names a culprit, else one whose repetition would show an error of the script."""
         return next(
             (f for f in self.failures if f.culprits), next((f for f in self.failures if f.repeat_key), self.failures[0])
@@ -118,7 +118,7 @@ class _Running:
         return all(f.kind == "crash" and not f.culprits for f in self.failures)
 
     @property
-    def shared_error(self) -> bool:
+    def is_shared_error(self) -> bool:
         """All failures are of ranks that raised the same error before the first step."""
         return all(f.kind in SHARED_ERRORS for f in self.failures) and len({f.error for f in self.failures}) == 1
 
@@ -133,52 +133,55 @@ class _Running:
         return any(f.checkpoint is not None and f.checkpoint[1] > start for f in self.failures)
 
     @property
-    def stepped(self) -> bool:
+    def has_stepped(self) -> bool:
         """This round has made a step."""
         return any(r is not None and r.stepped_round == self.current.number for r in self.records)
 
     @property
-    def ever_stepped(self) -> bool:
+    def run_has_stepped(self) -> bool:
         """A round of this run has made a step."""
-        return self.stepped or max(self.view.high_water, self.current.stepped_size) > 0
+        return self.has_stepped or max(self.view.high_water, self.current.stepped_size) > 0
 
     @cached_property
-    def leaving(self) -> list[str]:
+    def leave_reasons(self) -> list[str]:
         """The reasons of the members that leave."""
         return [r.leaving for r in self.records if r is not None and r.leaving]
 
     @property
-    def paused(self) -> bool:
+    def is_paused(self) -> bool:
         """True if the workers are paused at a checkpoint."""
-        return self.rank_0 is not None and self.rank_0.paused == self.current.number
+        return self.rank_0_record is not None and self.rank_0_record.paused == self.current.number
 
     @cached_property
-    def joining(self) -> list[PresentNode]:
+    def fitting_joiners(self) -> list[PresentNode]:
         """Joiners that fit."""
         if not self._may_grow:
             return []
-        room = self.view.requirements.max_nodes - len(self.current.members) + len(self.leaving)
+        room = self.view.requirements.max_nodes - len(self.current.members) + len(self.leave_reasons)
         return joiners(self.view, self.current, self.policy, self.now)[: max(0, room)]
 
     @cached_property
-    def returned(self) -> list[ReturnedSlots]:
+    def returned_slots(self) -> list[ReturnedSlots]:
         """Slots of members that this round does not use and another one would."""
         return returned_slots(self.view, self.current, self.now) if self._may_grow else []
 
     @property
     def _may_grow(self) -> bool:
         """Rank 0 has made a step of this round: before it, a restart would lose the start-up."""
-        stepped = self.rank_0 is not None and self.rank_0.stepped_round == self.current.number
+        stepped = self.rank_0_record is not None and self.rank_0_record.stepped_round == self.current.number
         return stepped and self.policy.grow != "never"
 
     @property
-    def growth(self) -> list[str]:
+    def growth_reasons(self) -> list[str]:
         """The nodes and slots that a larger Round would have beside this one's."""
-        return [*([f"{_names(self.joining)} joined"] if self.joining else []), *map(str, self.returned)]
+        return [
+            *([f"{_names(self.fitting_joiners)} joined"] if self.fitting_joiners else []),
+            *map(str, self.returned_slots),
+        ]
 
     @property
     def resize_reason(self) -> str:
-        return "; ".join([*self.leaving, *self.growth])
+        return "; ".join([*self.leave_reasons, *self.growth_reasons])
 
 
 def plan(view: View, policy: Policy, now: float) -> Verdict:
@@ -199,7 +202,7 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
         return _stop_round(view) or _first_round(view, policy, now)
     if current.terminal:
         return Wait(f"the job has {current.outcome}: {current.reason}", None)
-    running = _Running(view, current, policy, now)
+    running = _RunningRound(view, current, policy, now)
     verdict = (
         _all_done(running)
         or _stop_round(view)
@@ -236,18 +239,18 @@ def _begins_anew(view: View, ended: Round) -> bool:
 # ---- the rules of a running Round
 
 
-def _all_done(running: _Running) -> Round | None:
+def _all_done(running: _RunningRound) -> Round | None:
     """All workers ended with code 0. If all members were asked to leave, the same signal may have ended the workers."""
     view, current = running.view, running.current
     if running.failures or not all(m.node in view.done for m in current.members):
         return None
     why = f"{count(current.world_size, 'worker')} ended with code 0 in round {current.number}"
-    if len(running.leaving) == len(current.members):
-        return _final_round(view, "stopped", _leaving_exit_code(view), f"{'; '.join(running.leaving)}; {why}")
+    if len(running.leave_reasons) == len(current.members):
+        return _final_round(view, "stopped", _leaving_exit_code(view), f"{'; '.join(running.leave_reasons)}; {why}")
     return _final_round(view, "succeeded", 0, why)
 
 
-def _round_conflict(running: _Running) -> Round | Wait | None:
+def _round_conflict(running: _RunningRound) -> Round | Wait | None:
     """Nodes outside this round have started another one of its number; the next number ends both.
 
     They were the first in a store that came back empty, and numbered theirs like the one that runs.
@@ -263,15 +266,15 @@ def _round_conflict(running: _Running) -> Round | Wait | None:
     return _uncounted_round(running, why)
 
 
-def _await_returning(running: _Running) -> Wait | None:
+def _await_returning(running: _RunningRound) -> Wait | None:
     """The group has failed while members' records are missing: they are due back before its successor is planned."""
     if not running.failures or not running.losses.returning:
         return None
     who = ", ".join(running.losses.returning)
-    return Wait(f"{running.first_failure.why}; waiting for {who} to register again", running.losses.until)
+    return Wait(f"{running.likely_root_cause.why}; waiting for {who} to register again", running.losses.until)
 
 
-def _uncounted_round(running: _Running, why: str, lost: Mapping[str, str] = MappingProxyType({})) -> Round | Wait:
+def _uncounted_round(running: _RunningRound, why: str, lost: Mapping[str, str] = MappingProxyType({})) -> Round | Wait:
     """A Round that costs nothing of the restart budget: nodes came or went."""
     view, current = running.view, running.current
     progress = round_progressed(current, view.failures, view.high_water)
@@ -283,18 +286,18 @@ def _uncounted_round(running: _Running, why: str, lost: Mapping[str, str] = Mapp
 # ---- nodes that leave and join
 
 
-def _resize(running: _Running) -> Verdict:
+def _resize(running: _RunningRound) -> Verdict:
     """The last rules: nodes leave or join, once that costs no step."""
-    verdict = _unchanged(running) or _all_leave(running) or _resized(running)
+    verdict = _await_resize(running) or _all_leave(running) or _pause_or_resize(running)
     if isinstance(verdict, Round):
         return verdict
     if isinstance(verdict, Wait) and not verdict.notable:
-        verdict = _absent_members(running) or verdict
+        verdict = _await_absent_members(running) or verdict
     until = min((at for at in (running.losses.until, verdict.until) if at is not None), default=None)
     return replace(verdict, until=until)
 
 
-def _absent_members(running: _Running) -> Wait | None:
+def _await_absent_members(running: _RunningRound) -> Wait | None:
     """Members' leases have expired, and this node does not see whether their workers still train."""
     absent = [node for node, _ in running.view.absent_since if node not in running.view.done]
     if running.view.next_step_due is not None or running.losses.until is None or not absent:
@@ -304,71 +307,76 @@ def _absent_members(running: _Running) -> Wait | None:
     return Wait(f"{why}, so they count as lost after {after} (adopt_timeout)", None, notable=True)
 
 
-def _unchanged(running: _Running) -> Wait | None:
+def _await_resize(running: _RunningRound) -> Wait | None:
     """Nothing leaves or comes; or workers end with code 0, so all others are about to; or more may come."""
-    current, growth = running.current, running.growth
-    if running.view.done or not (running.leaving or growth):
+    current, growth = running.current, running.growth_reasons
+    if running.view.done or not (running.leave_reasons or growth):
         until = None if running.policy.grow == "never" else next_slot_cooloff_end(running.view, current, running.now)
-        return replace(_runs(current), until=until)
-    since = [*(p.joined_at for p in running.joining), *(r.since for r in running.returned)]
+        return replace(_wait_while_running(current), until=until)
+    since = [*(p.joined_at for p in running.fitting_joiners), *(r.since for r in running.returned_slots)]
     settled = max(since, default=running.now) + running.policy.grow_debounce_s
-    if running.leaving or running.now >= settled:
+    if running.leave_reasons or running.now >= settled:
         return None
-    more = "nodes to join" if running.joining else "slots"
+    more = "nodes to join" if running.fitting_joiners else "slots"
     return Wait(f"{'; '.join(growth)}; waiting for more {more}", settled)
 
 
-def _all_leave(running: _Running) -> Pause | Round | None:
+def _all_leave(running: _RunningRound) -> Pause | Round | None:
     """Every node was asked to leave, as a scheduler does: the job stops, at a checkpoint if it can pause."""
     view, current = running.view, running.current
-    some_stay = running.joining or any(not p.record.leaving for p in view.nodes)
-    if len(running.leaving) < len(current.members) or some_stay:
+    some_stay = running.fitting_joiners or any(not p.record.leaving for p in view.nodes)
+    if len(running.leave_reasons) < len(current.members) or some_stay:
         return None
     if _can_pause(running):
         return Pause(current.number, running.resize_reason)
     return _final_round(view, "stopped", _leaving_exit_code(view), running.resize_reason)
 
 
-def _resized(running: _Running) -> Verdict:
+def _pause_or_resize(running: _RunningRound) -> Verdict:
     """A pause at a checkpoint comes first, so that no step is lost; a joiner waits where that is not possible."""
     current, why = running.current, running.resize_reason
-    if len(current.members) - len(running.leaving) + len(running.joining) < running.view.requirements.min_nodes:
+    if (
+        len(current.members) - len(running.leave_reasons) + len(running.fitting_joiners)
+        < running.view.requirements.min_nodes
+    ):
         why = f"{why}; too few nodes would remain"
-        if any(r is not None and r.leaving_soon for r in running.records) and (running.paused or _can_pause(running)):
+        if any(r is not None and r.leaving_soon for r in running.records) and (
+            running.is_paused or _can_pause(running)
+        ):
             return Pause(current.number, why)
         return Wait(why, None, notable=True)
-    resized = _uncounted_round(running, "; ".join(running.leaving))
+    resized = _uncounted_round(running, "; ".join(running.leave_reasons))
     if isinstance(resized, Wait):  # a group that trains is never ended for it
         return replace(resized, too_few_nodes=False, notable=True)
-    if not running.leaving and resized.world_size <= current.world_size:
-        return _runs(current)  # it would leave out as many quarantined slots, which this round had to use
+    if not running.leave_reasons and resized.world_size <= current.world_size:
+        return _wait_while_running(current)  # it would leave out as many quarantined slots, which this round had to use
     if _can_pause(running):
         return Pause(current.number, why)
-    if running.leaving or running.policy.grow == "always" or running.paused:
+    if running.leave_reasons or running.policy.grow == "always" or running.is_paused:
         return resized
     cannot = "the script cannot pause at a checkpoint, so this waits for the next restart"
     return Wait(f"{why}; {cannot}", None, notable=True)
 
 
-def _runs(current: Round) -> Wait:
+def _wait_while_running(current: Round) -> Wait:
     return Wait(f"round {current.number} runs with {count(current.world_size, 'worker')}", None)
 
 
-def _can_pause(running: _Running) -> bool:
+def _can_pause(running: _RunningRound) -> bool:
     """True if rank 0's workers can be asked to pause, and have not paused yet.
 
     Where nodes leave, also if an earlier round could pause and no step of this one is reported yet: rank 0 may have
     made some, and reads the request at its first. A node that leaves waits no longer than its own stop may take, and
     not for ranks that have not begun to train: they may wait for a new process, and what they hold is saved.
     """
-    rank_0, number = running.rank_0, running.current.number
-    if rank_0 is None or running.paused:
+    rank_0, number = running.rank_0_record, running.current.number
+    if rank_0 is None or running.is_paused:
         return False
     if rank_0.can_pause == number:
         return True
     records = [record for record in running.records if record is not None]
     may_step = rank_0.stepped_round != number and all(record.entered in (0, number) for record in records)
-    return bool(running.leaving) and may_step and any(record.can_pause for record in records)
+    return bool(running.leave_reasons) and may_step and any(record.can_pause for record in records)
 
 
 def _leaving_exit_code(view: View) -> int:
@@ -383,7 +391,7 @@ def _names(nodes: list[PresentNode]) -> str:
 # ---- after a failure
 
 
-def _after_failure(running: _Running) -> Round | Wait | None:
+def _after_failure(running: _RunningRound) -> Round | Wait | None:
     """The group failed. Where nodes are lost and no failure names a cause of its own, the loss is the cause."""
     failures = running.failures
     if not failures or (running.losses.nodes and not any(f.culprits for f in failures)):
@@ -397,18 +405,18 @@ def _after_failure(running: _Running) -> Round | Wait | None:
     )
 
 
-def _await_root_cause(running: _Running) -> Wait | None:
+def _await_root_cause(running: _RunningRound) -> Wait | None:
     """All failures so far are of ranks that lost a peer: the peer's node is about to report."""
     until = running.view.failed_at + ROOT_CAUSE_WAIT_S
     if running.all_secondary and len(running.failures) < len(running.current.members) and running.now < until:
-        return Wait(f"{running.first_failure.why}; waiting for the root cause", until)
+        return Wait(f"{running.likely_root_cause.why}; waiting for the root cause", until)
     return None
 
 
-def _shared_error(running: _Running) -> Round | Wait | None:
+def _shared_error(running: _RunningRound) -> Round | Wait | None:
     """The script's error on all ranks of all nodes before the first step: it refuses this world size, or cannot run."""
-    current, first = running.current, running.first_failure
-    if not running.shared_error:
+    current, first = running.current, running.likely_root_cause
+    if not running.is_shared_error:
         return None
     if running.missing_failures:
         view, least_s = running.view, running.policy.user_error_wait_s
@@ -419,18 +427,18 @@ def _shared_error(running: _Running) -> Round | Wait | None:
     if current.world_size < current.stepped_size:
         refused = replace(running, current=replace(current, required_size=current.stepped_size))
         return _uncounted_round(refused, first.why, running.losses.nodes)
-    if running.policy.max_restarts is None and first.kind == "user_error" and not running.ever_stepped:
+    if running.policy.max_restarts is None and first.kind == "user_error" and not running.run_has_stepped:
         return _final_round(running.view, "failed", 1, f"an error in the script, not restarted: {first.why}")
     return None
 
 
-def _refused_state(running: _Running) -> Round | None:
+def _refused_state(running: _RunningRound) -> Round | None:
     """The job's first save has refused what the script attaches: every start comes to it again.
 
     Whether states differ between ranks may be another time's chance: that has to come twice. Where there is a
     checkpoint, a restart may go back to one from which the script comes further.
     """
-    first, before = running.first_failure, running.current.budget
+    first, before = running.likely_root_cause, running.current.budget
     saved = running.view.checkpoint is not None or running.has_saved
     if saved or running.policy.max_restarts is not None or not is_refused_state(first.repeat_key):
         return None
@@ -441,13 +449,13 @@ def _refused_state(running: _Running) -> Round | None:
     return _final_round(running.view, "failed", 1, f"an error in the script, {how}: {first.why}")
 
 
-def _repeated_error(running: _Running) -> Round | None:
+def _repeated_error(running: _RunningRound) -> Round | None:
     """The error that ended the round before: out of GPU memory, or one that all ranks share, after the same step; or,
     after any step, a session call that one rank makes and another one never will."""
-    before, first = running.current.budget, running.first_failure
+    before, first = running.current.budget, running.likely_root_cause
     misuse = is_misuse(first.repeat_key)
     again = first.repeat_key and first.repeat_key == before.repeat_key and (misuse or first.step == before.step)
-    shared = running.shared_error and not running.missing_failures
+    shared = running.is_shared_error and not running.missing_failures
     known = first.repeat_key == first.error  # by its type alone an error of the script
     if not again or not (shared or known) or running.policy.max_restarts is not None:
         return None
@@ -457,7 +465,7 @@ def _repeated_error(running: _Running) -> Round | None:
     return _final_round(running.view, "failed", 1, f"an error in the script, twice{where}: {first.why}")
 
 
-def _restart(running: _Running) -> Round | Wait:
+def _restart(running: _RunningRound) -> Round | Wait:
     """One restart of the budget, after its backoff; or the end, if none is left."""
     view, current, failures = running.view, running.current, running.failures
     first = _with_pending_exception(running)
@@ -486,12 +494,12 @@ def _restart(running: _Running) -> Round | Wait:
     )
 
 
-def _with_pending_exception(running: _Running) -> Failure:
+def _with_pending_exception(running: _RunningRound) -> Failure:
     """The first failure; a rank that has raised and not exited yet explains secondary ones.
 
     Once it has exited, its node's failure names it, so it is not added again.
     """
-    first = running.first_failure
+    first = running.likely_root_cause
     if not running.all_secondary:
         return first
     number = running.current.number
@@ -504,7 +512,7 @@ def _with_pending_exception(running: _Running) -> Failure:
 
 
 def _update_strikes(
-    running: _Running, failures: tuple[Failure, ...], progress: bool
+    running: _RunningRound, failures: tuple[Failure, ...], progress: bool
 ) -> tuple[tuple[QuarantinedSlot, ...], list[QuarantinedSlot]]:
     """The strikes of each slot after these failures, and the slots quarantined because of them.
 
@@ -579,7 +587,7 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
 
 
 def _next_round(
-    running: _Running,
+    running: _RunningRound,
     budget: BudgetState,
     quarantined: tuple[QuarantinedSlot, ...],
     why: str,
@@ -591,14 +599,16 @@ def _next_round(
     excluded = exclusions(view, current, lost, running.now)
     members = _members(running, lost, excluded, quarantined)
     if (
-        not isinstance(members, Wait) and _size(members) < current.required_size
+        not isinstance(members, Wait) and _world_size(members) < current.required_size
     ):  # what failed before is better than none
         members = _members(replace(running, view=view.with_all_ready), lost, (), ())
     if isinstance(members, Wait):
         return replace(members, why="; ".join(filter(None, [why, members.why])))
-    if _size(members) < current.required_size:
+    if _world_size(members) < current.required_size:
         refused = f"the script has refused to start with less than {count(current.required_size, 'worker')}"
-        return Wait(f"{why}; {refused}, and there is room for {_size(members)}", None, too_few_nodes=True, notable=True)
+        return Wait(
+            f"{why}; {refused}, and there is room for {_world_size(members)}", None, too_few_nodes=True, notable=True
+        )
     records = [record for member in members if (record := view.record(member.node)) is not None]
     first = records[0]
     # A node that joined may have checkpoints and logs of an earlier job in directories of its own.
@@ -608,7 +618,13 @@ def _next_round(
     came = ", ".join(m.node for m in members if view.member(m.node) is None and m.node not in promoted)
     here = {m.node for m in members}
     back = [str(slots) for slots in returned_slots(view, current, running.now) if slots.node in here]
-    said = [why, _promotion(promoted), came and f"{came} joined", *back, *_starting(view, current, members)]
+    said = [
+        why,
+        _promotion_phrase(promoted),
+        came and f"{came} joined",
+        *back,
+        *_starting_phrases(view, current, members),
+    ]
     why = "; ".join(filter(None, said))
     reason = f"{why}; restart with {_size_phrase(view, members)}"
     if first.directory != current.directory:
@@ -633,7 +649,7 @@ def _next_round(
 
 
 def _members(
-    running: _Running,
+    running: _RunningRound,
     lost: dict[str, str],
     excluded: tuple[Exclusion, ...],
     quarantined: tuple[QuarantinedSlot, ...],
@@ -642,23 +658,23 @@ def _members(
     return chosen if isinstance(chosen, Wait) else assign_slots(running.view, chosen, quarantined)
 
 
-def _size(members: tuple[Member, ...]) -> int:
+def _world_size(members: tuple[Member, ...]) -> int:
     return sum(len(m.slots) for m in members)
 
 
-def _smallest_stepped_size(running: _Running) -> int:
+def _smallest_stepped_size(running: _RunningRound) -> int:
     known, size = running.current.stepped_size, running.current.world_size
-    return known if not running.stepped else min(known or size, size)
+    return known if not running.has_stepped else min(known or size, size)
 
 
-def _promotion(spares: list[str]) -> str:
+def _promotion_phrase(spares: list[str]) -> str:
     if not spares:
         return ""
     place = "its place" if len(spares) == 1 else "their places"
     return f"{place} went to {plural(len(spares), 'spare')} {listing(spares)}"
 
 
-def _starting(view: View, current: Round, members: tuple[Member, ...]) -> list[str]:
+def _starting_phrases(view: View, current: Round, members: tuple[Member, ...]) -> list[str]:
     """A sentence for each node with slots that these members, unlike those of `current`, do without."""
     used = {(m.node, slot) for m in members for slot in m.slots}
     before = {(m.node, slot) for m in current.members for slot in m.slots}
@@ -668,19 +684,19 @@ def _starting(view: View, current: Round, members: tuple[Member, ...]) -> list[s
     return [f"{plural(len(slots), 'slot')} {listing(slots)} of {node} starts" for node, slots in left.items()]
 
 
-def _hang_places(running: _Running) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+def _hang_places(running: _RunningRound) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
     """Counts of groups killed for each wait, and the steps after which; the newest ones are last."""
     times, steps = dict(running.current.hang_places), dict(running.current.hang_steps)
     new_steps = {place: failure.hang_step for failure in running.failures for place in failure.places}
     for place in sorted(new_steps):
         times[place] = times.pop(place, 0) + 1
         steps[place] = new_steps[place]
-    newest = tuple(times.items())[-MOST_HANG_PLACES:]
+    newest = tuple(times.items())[-MAX_HANG_PLACES:]
     return newest, tuple((place, steps[place]) for place, _ in newest if place in steps)
 
 
 def _size_phrase(view: View, members: tuple[Member, ...]) -> str:
-    world_size = _size(members)
+    world_size = _world_size(members)
     where = members[0].node if len(members) == 1 else count(len(members), "node")
     # Survivors save their state after this is decided.
     last = view.checkpoint

@@ -50,7 +50,7 @@ from elasticd_agent.store.cache import StoreCache
 
 REFRESH_S = 20.0
 """Everything is read again so often, in case a watch missed something."""
-ENDED_S = 600.0
+ENDED_JOB_TTL_S = 600.0
 """An ended job's records stay so long for nodes that come late; then its id may be used again."""
 
 
@@ -140,7 +140,7 @@ class Planner:
                 self._log(why)
                 return HandOver(why)
             view = self._judge_hangs(view, round, facts, now)
-            self._find_stragglers(view, round)
+            self._report_stragglers(view, round)
         verdict = plan(view, self._policy, now)
         if isinstance(verdict, Round):
             verdict = self.succession.next(verdict, now)
@@ -152,9 +152,9 @@ class Planner:
             version = None if current is None else current.version
             if not self._store.compare_and_swap(self._keys.round, version, encode_record(verdict), guard):
                 return Wait("another leader has published a round", now)
-            self._published(verdict, view, now)
+            self._on_published(verdict, view, now)
         elif isinstance(verdict, Wait) and (verdict.too_few_nodes or view.failures):
-            self._observe_faults(view, now)
+            self._report_faults(view, now)
         if current is not None:
             pause = str(verdict.number).encode() if isinstance(verdict, Pause) else None
             self._set_request(self._keys.pause, pause)
@@ -163,7 +163,7 @@ class Planner:
         while self._garbage and not isinstance(verdict, Round):  # nothing waits for it
             self._store.delete(self._garbage[-1])
             self._garbage.pop()
-        return self._turn_again(verdict, now)
+        return self._limit_to_judge_interval(verdict, now)
 
     def others_can_lead(self, round: Round | None) -> bool:
         """True if a member of `round` is here that could lead as well as this agent, or better."""
@@ -176,7 +176,7 @@ class Planner:
             for record in self._cache.records(self._keys.nodes, NodeRecord)
         )
 
-    def delete_records(self, round: Round) -> None:
+    def delete_job_records(self, round: Round) -> None:
         """Delete the ended job's records, and let those of its end expire. Its leader may have died before."""
         if not round.terminal or round.run != self._requirements.run:
             return
@@ -185,7 +185,7 @@ class Planner:
             self._store.delete(prefix)  # an earlier leader may have died before it deleted its own
         for key in (keys.pause, keys.ahead, keys.hang_report_request):
             self._store.delete(key)
-        lease = self._store.announce(keys.ended, b"", ENDED_S) if self._requirements.max_nodes > 1 else None
+        lease = self._store.announce(keys.ended, b"", ENDED_JOB_TTL_S) if self._requirements.max_nodes > 1 else None
         if lease is not None:
             for key in (keys.round, keys.spec):
                 stored = self._store.read(key)
@@ -237,7 +237,7 @@ class Planner:
         self._cache.invalidate(self._keys.failures(round.number))
         return self._reader.read(round, facts, now)
 
-    def _find_stragglers(self, view: View, round: Round) -> None:
+    def _report_stragglers(self, view: View, round: Round) -> None:
         records = [r for m in round.members if (r := view.record(m.node)) is not None and r.ready_round == round.number]
         counts = tuple(rank for record in records for rank in record.wait_counts)
         stragglers = self._persistent_stragglers.update(counts)
@@ -247,8 +247,8 @@ class Planner:
 
     # --- after the verdict ------------------------------------------------------------------------------------------
 
-    def _published(self, round: Round, view: View, now: float) -> None:
-        self._observe_faults(view, now)
+    def _on_published(self, round: Round, view: View, now: float) -> None:
+        self._report_faults(view, now)
         keys = self._keys
         self._garbage += self._cache.drop((keys.failures(), keys.done(), keys.hang_reports()))
         if view.current is not None:
@@ -258,9 +258,9 @@ class Planner:
         self._liveness.reset()
         self._report_unshared_directory(round, view)
         if round.terminal:
-            self.delete_records(round)
+            self.delete_job_records(round)
 
-    def _observe_faults(self, view: View, now: float) -> None:
+    def _report_faults(self, view: View, now: float) -> None:
         for number, fault in self._faults.take_new(view, now):
             reported_at = None if fault.cause in ("hung", "node_lost") else view.failed_at
             self._notices.append(FaultDetected(number, fault.cause, fault.culprit, reported_at))
@@ -306,7 +306,7 @@ class Planner:
                 "Put --checkpoint-dir on storage that all nodes mount"
             )
 
-    def _turn_again(self, verdict: Round | Pause | Wait, now: float) -> Round | Pause | Wait:
+    def _limit_to_judge_interval(self, verdict: Round | Pause | Wait, now: float) -> Round | Pause | Wait:
         """The verdict, due earlier while there is a hang to judge."""
         if isinstance(verdict, Wait) and self._judge.suspected:
             again = now + JUDGE_INTERVAL_S
