@@ -254,12 +254,14 @@ GUARDS = (
     ),
     Guard(
         "the wait for an earlier run's nodes has a deadline",
-        lambda replace_: replace_(SpecAgreement, "is_reached", lambda agreement, now: not agreement._compare()),
+        lambda replace_: replace_(
+            SpecAgreement, "try_to_agree", lambda agreement, now: not agreement._write_or_compare()
+        ),
         WAITS_FOR_AN_EARLIER_RUN,
     ),
     Guard(
         "members write their job's spec again where the store has lost it",
-        lambda replace_: replace_(SpecAgreement, "restore", lambda agreement: None),
+        lambda replace_: replace_(SpecAgreement, "restore_spec", lambda agreement: None),
         "another_job_in_an_empty_store",
     ),
     Guard("the end of a run stays for agents that come late", _ends_without_a_trace),

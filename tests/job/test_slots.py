@@ -100,7 +100,7 @@ def present(name: str, slots: tuple[int, ...] = (0, 1), **fields: object) -> Pre
 
 
 def view(*nodes: PresentNode, asked: Requirements = Requirements(1, 2, 1, 2)) -> View:  # noqa: B008  a frozen value
-    return View(ROUND, nodes, asked, round_at=NOW - 5, next_step_due=NOW + 1, store_up_since=NOW - 1000)
+    return View(ROUND, nodes, asked, round_seen_at=NOW - 5, next_step_due=NOW + 1, store_up_since=NOW - 1000)
 
 
 def decided(view: View) -> Round:
@@ -139,7 +139,7 @@ def decided_growing(view: View) -> Round:
 def test_wait_for_usable_slots_is_bounded() -> None:
     """Too few nodes with usable slots are waited for a bounded time."""
     short = view(present("a"), present("b", (), unusable="slot 1 of b is held"), asked=Requirements(2, 2, 2, 2))
-    short = replace(short, short_since=NOW)
+    short = replace(short, too_few_nodes_since=NOW)
     waits = plan(short, Policy(), NOW)
     assert waits == Wait(
         "slot 1 of b is held; 1 of at least 2 nodes present", NOW + Policy().replace_timeout_s, too_few_nodes=True
@@ -151,7 +151,7 @@ def test_wait_for_usable_slots_is_bounded() -> None:
 
 def test_a_failure_is_answered_with_the_slots_there_are() -> None:
     crash = Failure(3, "a", "crash", ((0, 0),), "rank 0 was killed by SIGKILL")
-    after = decided(replace(view(present("a"), present("b", (1,))), failures=(crash,), failed_at=NOW - 5))
+    after = decided(replace(view(present("a"), present("b", (1,))), failures=(crash,), failure_seen_at=NOW - 5))
     assert [(m.node, m.slots) for m in after.members] == [("a", (0, 1)), ("b", (1,))]
     assert after.budget.counted == 1
 

@@ -28,7 +28,7 @@ def running(*failures: Failure, nodes: str = "abc", **more: object) -> View:
         PresentNode(NodeRecord(node, "i", f"{node}:1", (0,), seen_round=3, ready_round=3, stepped_round=3), 0.0)
         for node in nodes
     )
-    view = View(Round(3, members), records, Requirements(1, 1, 2, 3), failures=failures, failed_at=NOW - 1.0)
+    view = View(Round(3, members), records, Requirements(1, 1, 2, 3), failures=failures, failure_seen_at=NOW - 1.0)
     return replace(view, store_up_since=0.0, **more)  # type: ignore[arg-type]
 
 
@@ -50,8 +50,8 @@ VICTIM = failed("a")
         (running(failed("c", "user_error", (2, 0))), [Fault("crash", "c")]),
         # Nobody is to blame: whoever has lost a peer may only not have heard yet of what befell that one.
         (running(VICTIM), [Fault("crash", "")]),
-        (replace(running(VICTIM), failed_at=NOW - ROOT_CAUSE_WAIT_S / 2), []),
-        (replace(running(CRASH), failed_at=NOW), [Fault("crash", "b")]),
+        (replace(running(VICTIM), failure_seen_at=NOW - ROOT_CAUSE_WAIT_S / 2), []),
+        (replace(running(CRASH), failure_seen_at=NOW), [Fault("crash", "b")]),
         # A node that is gone, as its agent's port says or its lease.
         (running(VICTIM, probe_results=(("c", "refused"),)), [Fault("node_lost", "c")]),
         (

@@ -41,8 +41,8 @@ VIEW = View(
     ROUND,
     tuple(present(n) for n in "abc"),
     Requirements(1, 1, 1, 4),
-    round_at=NOW - 100,
-    failed_at=NOW,
+    round_seen_at=NOW - 100,
+    failure_seen_at=NOW,
     next_step_due=NOW + 1,
     store_up_since=NOW - 1000,
 )
@@ -72,7 +72,7 @@ def test_refused_probe_is_a_loss_and_silence_is_not() -> None:
 
 
 def test_node_that_had_said_that_it_leaves_is_not_called_lost() -> None:
-    view = replace(without("b"), probe_results=(("b", "refused"),), left=(("b", "b leaves: SIGTERM"),))
+    view = replace(without("b"), probe_results=(("b", "refused"),), leave_reasons=(("b", "b leaves: SIGTERM"),))
     assert lost(view) == {"b": "b leaves: SIGTERM"}
 
 
@@ -122,7 +122,7 @@ def test_failed_round_answer_without_lease_is_waited_for() -> None:
 
 
 def test_round_not_seen_in_time_is_a_loss() -> None:
-    view = replace(VIEW, nodes=(*without("b").nodes, present("b", seen_round=2, ready_round=2)), round_at=NOW)
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", seen_round=2, ready_round=2)), round_seen_at=NOW)
     due = NOW + POLICY.seen_timeout_s
     waits = losses(replace(view, failures=(VICTIM,)), ROUND, POLICY, NOW)
     assert (waits.until, waits.returning) == (due, ()), "it is in the store"
@@ -134,14 +134,14 @@ def test_round_not_seen_in_time_is_a_loss() -> None:
 
 
 def test_round_not_started_in_time_is_a_loss() -> None:
-    view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_at=NOW)
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_seen_at=NOW)
     assert losses(view, ROUND, POLICY, NOW + 2).until == NOW + START_LIMIT_S
     assert lost(view, NOW + START_LIMIT_S) == {"b": "b has not started round 3 within 60 s"}
 
 
 def test_slow_death_is_no_loss() -> None:
     """Ranks save their state and are killed; what does not die costs its slot, and not the node."""
-    view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_at=NOW)
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_seen_at=NOW)
     assert lost(view, NOW + SAVE_S + DEVICE_KILL_DEADLINE_S + POLICY.seen_timeout_s) == {}
 
 
@@ -156,7 +156,7 @@ def test_silent_member_is_lost_only_while_stalled() -> None:
 
 def test_exclusions_are_counted_and_expire() -> None:
     current = replace(ROUND, excluded=(Exclusion("b", 2, 10.0), Exclusion("z", 5, EXCLUSION_EXPIRES_S - 100)))
-    found = exclusions(replace(VIEW, round_at=NOW - 100), current, {"b": "gone", "c": "gone"}, NOW)
+    found = exclusions(replace(VIEW, round_seen_at=NOW - 100), current, {"b": "gone", "c": "gone"}, NOW)
     assert found == (Exclusion("b", 3), Exclusion("c", 1)), "z is forgiven"
 
 
@@ -173,7 +173,7 @@ def test_joiners_have_seen_the_round_and_are_reachable() -> None:
     for other in (
         replace(view, nodes=(*VIEW.nodes, present("d", seen_round=2))),
         replace(view, nodes=(*VIEW.nodes, present("d", leaving="d leaves"))),
-        replace(view, nodes=(*VIEW.nodes, present("d")), unreachable=frozenset("d")),
+        replace(view, nodes=(*VIEW.nodes, present("d")), unreachable_joiners=frozenset("d")),
     ):
         assert joiners(other, ROUND, POLICY, NOW) == []
     cooling = replace(ROUND, excluded=(Exclusion("d", 9),))
@@ -235,7 +235,7 @@ def test_dead_nodes_record_is_not_selected() -> None:
 
 def test_leaving_and_unreachable_nodes_are_not_selected() -> None:
     assert chosen(replace(VIEW, nodes=(*without("b").nodes, present("b", leaving="b leaves")))) == ["a", "c"]
-    assert chosen(replace(VIEW, unreachable=frozenset("b"))) == ["a", "c"]
+    assert chosen(replace(VIEW, unreachable_joiners=frozenset("b"))) == ["a", "c"]
 
 
 def test_rank_0_node_has_the_checkpoint_directory() -> None:

@@ -69,8 +69,8 @@ STUCK = View(
     ROUND,
     (record("a"), record("b", "c"), record("c"), record("d")),
     Requirements(1, 1, 2, 8),
-    round_at=NOW - 100,
-    failed_at=NOW,
+    round_seen_at=NOW - 100,
+    failure_seen_at=NOW,
     next_step_due=NOW - 9,
     store_up_since=NOW - 1000,
 )
@@ -88,7 +88,7 @@ def test_later_of_two_partitioned_members_is_lost_while_stalled() -> None:
     assert "c" in lost(replace(STUCK, next_step_due=None, failures=(Failure(3, "a", "crash", (), "lost its peers"),)))
     assert lost(replace(STUCK, done=frozenset("c"))) == {}, "who is done needs nobody"
     old = replace(STUCK, nodes=(record("a"), record("b", "c", seen_round=2), record("c"), record("d")))
-    assert lost(replace(old, round_at=NOW)) == {}, "that was another round's"
+    assert lost(replace(old, round_seen_at=NOW)) == {}, "that was another round's"
 
 
 def test_lost_member_partitions_no_other() -> None:

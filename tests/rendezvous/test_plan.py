@@ -121,7 +121,7 @@ def test_backoff_starts_at_the_failure() -> None:
     view = running(first(node("a")))
     assert view.current is not None
     tired = replace(view.current, budget=BudgetState(counted=2, streak=2))
-    view = replace(view, current=tired, failures=(crash(),), failed_at=100.0)
+    view = replace(view, current=tired, failures=(crash(),), failure_seen_at=100.0)
     why = "rank 1 was killed by SIGKILL; restart 2 s after the failure (backoff)"
     assert waiting(view, 100.0) == Wait(why, 102.0, notable=True)
     r = decided(view, 102.0)
@@ -131,11 +131,11 @@ def test_backoff_starts_at_the_failure() -> None:
 
 def test_user_error_ends_the_job_if_every_node_reports_it() -> None:
     """An error that only some nodes report is a crash, and costs a restart."""
-    view = replace(running(first(node("a"), node("b"))), failed_at=10.0)
+    view = replace(running(first(node("a"), node("b"))), failure_seen_at=10.0)
     one = replace(view, failures=(mistake("a"),))
-    assert [waiting(replace(one, round_at=at), 10.0).until for at in (9.9, 8.0)] == [10.5, 12.0]
+    assert [waiting(replace(one, round_seen_at=at), 10.0).until for at in (9.9, 8.0)] == [10.5, 12.0]
     assert waiting(replace(view, failures=(mistake("a", "ValueError", "shared_error"),)), 10.0).until == 10.5
-    assert not decided(replace(one, round_at=9.9), 10.5).terminal
+    assert not decided(replace(one, round_seen_at=9.9), 10.5).terminal
     assert not decided(replace(view, failures=(mistake("a"), mistake("b", "OSError"))), 10.0).terminal
     assert not decided(replace(view, failures=(mistake("a"), crash(node="b"))), 10.0).terminal
     end = decided(replace(view, failures=(mistake("a"), mistake("b"))), 10.0)
@@ -204,7 +204,7 @@ def test_what_shows_an_error_of_the_script(
     view = running(first(node("a"), node("b")))
     assert view.current is not None
     view = replace(view, current=replace(view.current, budget=budget), failures=failures, high_water=high_water)
-    r = decided(replace(view, failed_at=-99.0), policy=policy)
+    r = decided(replace(view, failure_seen_at=-99.0), policy=policy)
     assert r.terminal is (ends is not None), r.reason
     if ends is not None:
         assert (r.outcome, r.exit_code) == ("failed", 1)
@@ -234,8 +234,8 @@ def test_script_that_refuses_fewer_workers() -> None:
     wait = waiting(alone)
     why = "the script has refused to start with less than 4 workers, and there is room for 2"
     assert wait == Wait(f"all ranks on a raised; {why}", None, too_few_nodes=True, notable=True)
-    assert waiting(replace(alone, short_since=0.0), 599.0).until == 600.0
-    end = decided(replace(alone, short_since=0.0), 600.0)
+    assert waiting(replace(alone, too_few_nodes_since=0.0), 599.0).until == 600.0
+    end = decided(replace(alone, too_few_nodes_since=0.0), 600.0)
     assert end.reason == f"all ranks on a raised; {why}, and no more joined within 600 s (--replace-timeout)"
     r = decided(refused(node("a"), node("b", joined_at=1), size=4))
     assert (r.world_size, r.required_size, r.budget, r.cause) == (4, 4, BudgetState(high_water=9), "resize")
@@ -308,7 +308,7 @@ def test_last_call() -> None:
 
 def failing(view: View, r: Round, *slots: int, step: int = 0, now: float = 0.0) -> Round:
     failures = tuple(replace(crash(slot=s), round=r.number, high_water=step) for s in slots)
-    return decided(replace(view, current=r, failures=failures, failed_at=-99.0), now)
+    return decided(replace(view, current=r, failures=failures, failure_seen_at=-99.0), now)
 
 
 def test_failing_slot_is_quarantined_while_enough_remain() -> None:

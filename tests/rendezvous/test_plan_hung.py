@@ -41,7 +41,9 @@ class Job:
     def answer(self, *found: Failure, after_s: float = 10.0) -> str:
         self.now += after_s
         here = tuple(PresentNode(self.record(n), 0.0) for n in self.nodes)
-        view = View(self.round, here, self.asked, failures=found, round_at=self.now - after_s, failed_at=self.now - 5)
+        view = View(
+            self.round, here, self.asked, failures=found, round_seen_at=self.now - after_s, failure_seen_at=self.now - 5
+        )
         verdict = plan(replace(view, high_water=self.steps), POLICY, self.now)
         assert isinstance(verdict, Round), verdict
         self.round = verdict

@@ -29,8 +29,8 @@ VIEW = View(
     ROUND,
     (FIRST, present("b"), present("c")),
     Requirements(1, 1, 2, 4),
-    round_at=NOW - 100,
-    failed_at=NOW,
+    round_seen_at=NOW - 100,
+    failure_seen_at=NOW,
     next_step_due=NOW + 1,
     store_up_since=NOW - 1000,
 )
@@ -238,7 +238,7 @@ def test_failed_round_waits_for_a_returning_member() -> None:
 
 
 def test_wait_for_too_few_nodes_is_bounded() -> None:
-    lost = replace(VIEW, nodes=(FIRST,), probe_results=(("b", "refused"), ("c", "refused")), short_since=NOW)
+    lost = replace(VIEW, nodes=(FIRST,), probe_results=(("b", "refused"), ("c", "refused")), too_few_nodes_since=NOW)
     waits = plan(lost, POLICY, NOW)
     assert isinstance(waits, Wait)
     assert waits.too_few_nodes
@@ -246,7 +246,7 @@ def test_wait_for_too_few_nodes_is_bounded() -> None:
     end = decided(lost, NOW + POLICY.replace_timeout_s)
     assert (end.outcome, end.exit_code) == ("failed", 1)
     assert end.reason.endswith("1 of at least 2 nodes present, and no more joined within 600 s (--replace-timeout)")
-    never = View(None, (FIRST,), Requirements(1, 1, 2, 2), short_since=NOW)
+    never = View(None, (FIRST,), Requirements(1, 1, 2, 2), too_few_nodes_since=NOW)
     waits = plan(never, Policy(join_timeout_s=60), NOW)
     assert waits.until == NOW + 60
     assert decided(never, NOW + 60, Policy(join_timeout_s=60)).outcome == "failed"
@@ -267,7 +267,7 @@ def test_a_turn_takes_time_in_proportion_to_the_nodes() -> None:
         running = replace(first, current=round, nodes=trains, next_step_due=NOW + 1)
         assert isinstance(plan(running, POLICY, NOW), Wait)
         failures = tuple(Failure(round.number, n, "crash", (), "lost its peers") for n in names[1:])
-        lost = decided(replace(running, failures=failures, failed_at=NOW, probe_results=((names[0], "refused"),)))
+        lost = decided(replace(running, failures=failures, failure_seen_at=NOW, probe_results=((names[0], "refused"),)))
         assert len(lost.members) == count - 1
         return time.thread_time() - began
 

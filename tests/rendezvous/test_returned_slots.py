@@ -22,13 +22,13 @@ ROUND = Round(3, (Member("a", "i", (0, 1)), Member("b", "i", (0, 1, 2))), direct
 RUNS = Wait("round 3 runs with 5 workers", None)
 
 
-def present(name: str, slots: tuple[int, ...] = (0, 1, 2), slots_at: float = 0.0, **fields: object) -> PresentNode:
+def present(name: str, slots: tuple[int, ...] = (0, 1, 2), slots_seen_at: float = 0.0, **fields: object) -> PresentNode:
     record = NodeRecord(name, "i", f"{name}:1", slots, "d", seen_round=3, ready_round=3)
-    return PresentNode(replace(record, **fields), 0.0, slots_at)  # type: ignore[arg-type]
+    return PresentNode(replace(record, **fields), 0.0, slots_seen_at)  # type: ignore[arg-type]
 
 
 def view(first: PresentNode, current: Round = ROUND, **fields: object) -> View:
-    seen = View(current, (first, present("b")), Requirements(2, 3, 1, 2), round_at=ROUND_AT, next_step_due=NOW + 1)
+    seen = View(current, (first, present("b")), Requirements(2, 3, 1, 2), round_seen_at=ROUND_AT, next_step_due=NOW + 1)
     return replace(seen, **fields)  # type: ignore[arg-type]
 
 
@@ -38,7 +38,7 @@ ALONE = replace(ROUND, members=ROUND.members[:1])
 
 
 def test_a_slot_that_is_back_waits_for_more_then_the_job_pauses_and_grows() -> None:
-    back = view(present("a", slots_at=NOW, **STEPS))
+    back = view(present("a", slots_seen_at=NOW, **STEPS))
     settled = NOW + POLICY.grow_debounce_s
     assert plan(back, POLICY, NOW) == Wait("slot 2 of a is back; waiting for more slots", settled)
     assert plan(back, POLICY, settled) == Pause(3, "slot 2 of a is back")
@@ -85,7 +85,7 @@ def test_a_slot_and_a_node_are_one_growth() -> None:
 
 def test_a_restart_names_the_slots_that_it_takes_back() -> None:
     crash = Failure(3, "b", "crash", ((2, 0),), "rank 2 was killed by SIGKILL")
-    after = plan(view(present("a"), failures=(crash,), failed_at=NOW), POLICY, NOW)
+    after = plan(view(present("a"), failures=(crash,), failure_seen_at=NOW), POLICY, NOW)
     assert isinstance(after, Round)
     assert after.reason.startswith("rank 2 was killed by SIGKILL; slot 2 of a is back; restart with 6 workers")
 
@@ -118,14 +118,14 @@ def test_growth_ends(
     """A Round that follows only because slots are back is larger, uses every one of them, and is followed by none."""
     current = Round(3, (Member("a", "i", used[0]), Member("b", "i", used[1])), directory="d", quarantined_slots=(*out,))
     records = tuple(present(n, s, stepped_round=3, paused=3) for n, s in zip("ab", usable, strict=True))
-    seen = View(current, records, Requirements(fewest, 4, 1, 2), round_at=ROUND_AT, next_step_due=NOW + 1)
+    seen = View(current, records, Requirements(fewest, 4, 1, 2), round_seen_at=ROUND_AT, next_step_due=NOW + 1)
     grown = plan(seen, POLICY, NOW)
     if not (isinstance(grown, Round) and "back; restart" in grown.reason and "usable" not in grown.reason):
         return
     assert grown.world_size > current.world_size
     steps = {"seen_round": 4, "ready_round": 4, "stepped_round": 4, "paused": 4}
     after = tuple(replace(p, record=replace(p.record, **steps)) for p in records)  # type: ignore[arg-type]
-    again = plan(replace(seen, current=grown, nodes=after, round_at=NOW), POLICY, NOW)
+    again = plan(replace(seen, current=grown, nodes=after, round_seen_at=NOW), POLICY, NOW)
     assert isinstance(again, Wait), again
 
 
@@ -136,7 +136,7 @@ def test_the_leader_counts_from_the_moment_at_which_it_saw_the_slots() -> None:
     seen = []
     for at, record in ((1.0, (0, 1)), (2.0, (0, 1)), (3.0, (0, 1, 2)), (4.0, (0, 1, 2))):
         cache.found = [replace(present("a", record).record, high_water=int(at))]
-        seen.append(reader.read(None, LocalFacts(), at).nodes[0].slots_at)
+        seen.append(reader.read(None, LocalFacts(), at).nodes[0].slots_seen_at)
     assert seen == [1.0, 1.0, 3.0, 3.0]
 
 
@@ -170,7 +170,7 @@ class _Observations:
     def __init__(self) -> None:
         self.store_up_since = 0.0
         self.silent_since: dict[str, float] = {}
-        self.unreachable: frozenset[str] = frozenset()
+        self.unreachable_joiners: frozenset[str] = frozenset()
 
     def nodes_listed(self, present: set[str], now: float) -> None:
         pass
@@ -180,7 +180,7 @@ class _Observations:
 
 
 CRASH = Failure(3, "a", "crash", ((1, 1),), "rank 1 was killed by SIGKILL", high_water=9)
-FAILED = {"failures": (CRASH,), "failed_at": NOW - 5}
+FAILED = {"failures": (CRASH,), "failure_seen_at": NOW - 5}
 
 
 def after_crash(*records: PresentNode, **fields: object) -> Round:
@@ -209,7 +209,7 @@ def test_a_node_whose_processes_start_is_left_out_if_enough_others_are_ready() -
     assert alone.excluded == (), "it is not lost"
     both = after_crash(starts, present("b"), requirements=Requirements(2, 3, 2, 2))
     assert members(both) == [("a", (0, 1)), ("b", (0, 1, 2))], "too few nodes would remain"
-    here = replace(view(FIRST), current=alone, round_at=NOW - 1)
+    here = replace(view(FIRST), current=alone, round_seen_at=NOW - 1)
     steps = {"seen_round": 4, "ready_round": 4, "stepped_round": 4, "can_pause": 4}
     still = replace(here, nodes=(replace(starts, record=replace(starts.record, seen_round=4)), present("b", **steps)))
     assert plan(still, POLICY, NOW) == Wait("round 4 runs with 3 workers", None)
@@ -246,7 +246,7 @@ def test_a_started_slot_is_added_as_one_that_is_back() -> None:
     small = replace(ROUND, members=(Member("a", "i", (0, 1)), ROUND.members[1]))
     starts = view(present("a", starting=(2,), **STEPS), current=small)
     assert plan(starts, POLICY, NOW) == RUNS
-    assert plan(view(present("a", slots_at=NOW - 9, **STEPS), current=small), POLICY, NOW) == Pause(
+    assert plan(view(present("a", slots_seen_at=NOW - 9, **STEPS), current=small), POLICY, NOW) == Pause(
         3, "slot 2 of a is back"
     )
 
@@ -286,7 +286,7 @@ def test_no_job_waits_longer_or_loses_its_checkpoints_because_slots_start(
     )
     least = min(fewest[0], *(len(s) for s in usable))  # a node announces no fewer
     asked = Requirements(least, 4, min(fewest[1], len(names)), 3)
-    seen = View(current, records, asked, failures=(failure,), failed_at=NOW - 5, round_at=ROUND_AT)
+    seen = View(current, records, asked, failures=(failure,), failure_seen_at=NOW - 5, round_seen_at=ROUND_AT)
     patient, prompt = plan(seen.with_all_ready, POLICY, NOW), plan(seen, POLICY, NOW)
     assert type(prompt) is type(patient)
     if isinstance(prompt, Round) and isinstance(patient, Round):

@@ -34,7 +34,7 @@ def crashed(*culprits: tuple[int, int], node: str = "b") -> tuple[Failure, ...]:
 
 def view(*nodes: PresentNode, current: Round = PAIR, asked: Requirements | None = None, **fields: object) -> View:
     asked = asked or Requirements(2, 2, 2, 2, spares=1)
-    seen = View(current, nodes, asked, round_at=NOW - 100, failed_at=NOW - 5, next_step_due=NOW + 1)
+    seen = View(current, nodes, asked, round_seen_at=NOW - 100, failure_seen_at=NOW - 5, next_step_due=NOW + 1)
     return replace(seen, **fields)  # type: ignore[arg-type]
 
 

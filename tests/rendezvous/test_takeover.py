@@ -9,7 +9,7 @@ import pytest
 from elasticd_agent.model.records import Member, NodeRecord, Round, StoreLife, life_term
 from elasticd_agent.rendezvous.probe import ProbeAlive
 from elasticd_agent.rendezvous.succession import Succession
-from elasticd_agent.rendezvous.takeover import choose, deputies
+from elasticd_agent.rendezvous.takeover import choose_store, deputies
 from elasticd_agent.rendezvous.view import Wait
 
 
@@ -54,12 +54,12 @@ def test_next_host(
 ) -> None:
     told = {node: ProbeAlive(node, node, *said) for node, said in answers.items()}
     reached = {said[0] for said in answers.values()}
-    assert choose(me, round_of(members), FIRST, False, False, told, reached) == expected
+    assert choose_store(me, round_of(members), FIRST, False, False, told, reached) == expected
 
 
 def test_host_with_too_few_members_waits_for_those_who_have_lost_an_earlier_store() -> None:
     told = {"c": ProbeAlive("c", "c", FIRST, True, False)}
-    assert choose("b", round_of("abc"), SECOND, True, False, told, ()) is None
+    assert choose_store("b", round_of("abc"), SECOND, True, False, told, ()) is None
 
 
 @pytest.mark.parametrize(("life", "hosts"), [(FIRST, False), (SECOND, True)])
@@ -67,7 +67,7 @@ def test_store_that_a_member_follows_and_nobody_reaches(life: StoreLife, hosts: 
     """The next one is of a later term still, or that member would not come."""
     lost = StoreLife(life_term(2, "d"), "d:1", "d:2")
     told = {"c": ProbeAlive("c", "c", lost, True, False)}
-    assert choose("b", round_of("abc"), life, hosts, False, told, ()) == 3
+    assert choose_store("b", round_of("abc"), life, hosts, False, told, ()) == 3
 
 
 def test_deputies_begin_after_the_host() -> None:
@@ -101,7 +101,7 @@ def records(seen: Round, here: str, leaving: str = "") -> list[NodeRecord]:
 )
 def test_next_round(base: str, store: StoreLife, here: str, leaving: str, following: str, may: bool) -> None:
     end = {} if following else {"outcome": "stopped", "exit_code": 143}
-    verdict = look(round_of(base), store, here, leaving).next(round_of(following, number=5, **end), 0.0)
+    verdict = look(round_of(base), store, here, leaving).approve(round_of(following, number=5, **end), 0.0)
     assert isinstance(verdict, Round) == may, verdict
     if isinstance(verdict, Round):
         assert verdict.store == store
@@ -114,7 +114,7 @@ def test_round_of_an_earlier_store(here: str, adopts: bool) -> None:
     assert isinstance(adopted, Round) == adopts
     if isinstance(adopted, Round):
         assert (adopted.number, adopted.store, adopted.quorum) == (4, SECOND, 2)
-        after = look(adopted, SECOND, here).next(round_of("bc", number=5), 0.0)
+        after = look(adopted, SECOND, here).approve(round_of("bc", number=5), 0.0)
         assert isinstance(after, Round) and after.number == 6, "the old host may have published number 5"
 
 
@@ -129,9 +129,9 @@ def test_two_terms_of_one_count() -> None:
 def test_round_that_too_few_have_read_has_no_successor() -> None:
     base = round_of("abc", electors=("a", "b", "c", "d", "e"), quorum=3)
     leader = look(base, FIRST, "ab")
-    assert isinstance(leader.next(round_of("ab", number=5), 0.0), Wait)
+    assert isinstance(leader.approve(round_of("ab", number=5), 0.0), Wait)
     assert leader.blocked_why
-    assert isinstance(look(base, FIRST, "abd").next(round_of("ab", number=5), 0.0), Round), (
+    assert isinstance(look(base, FIRST, "abd").approve(round_of("ab", number=5), 0.0), Round), (
         "d is no member, and read it"
     )
 
@@ -144,7 +144,7 @@ def test_members_of_a_round_that_too_few_can_read_any_more_are_elsewhere() -> No
     assert not reading.lacks_quorum, "c is on its way"
     alone = look(base, FIRST, "a")
     assert alone.lacks_quorum
-    alone.wait(Wait("1 of at least 2 nodes present", None, too_few_nodes=True))
+    alone.note_wait(Wait("1 of at least 2 nodes present", None, too_few_nodes=True))
     assert "too few of the last round's nodes have read round 4" in alone.blocked_why
 
 
@@ -152,21 +152,21 @@ def test_who_has_read_the_round_and_is_gone_has_read_it_still() -> None:
     base = round_of("abc", electors=("a", "b", "c", "d", "e"), quorum=3)
     leader = look(base, FIRST, "abd")
     leader.look(base, FIRST, records(base, "ab"))
-    assert isinstance(leader.next(round_of("ab", number=5), 0.0), Round)
+    assert isinstance(leader.approve(round_of("ab", number=5), 0.0), Round)
     after = replace(base, number=5)
     leader.look(after, FIRST, records(after, "ab"))
-    assert isinstance(leader.next(round_of("ab", number=6), 0.0), Wait), "d has not read this one"
+    assert isinstance(leader.approve(round_of("ab", number=6), 0.0), Wait), "d has not read this one"
 
 
 def test_who_has_read_an_earlier_round_of_that_number_has_not_read_this_one() -> None:
     base = round_of("abc", store=SECOND, quorum=0)
-    assert isinstance(look(base, SECOND, "abc", seen=round_of("abc")).next(round_of("ab", number=5), 0.0), Wait)
+    assert isinstance(look(base, SECOND, "abc", seen=round_of("abc")).approve(round_of("ab", number=5), 0.0), Wait)
 
 
 def test_store_that_no_other_agent_may_host() -> None:
     leader = Succession("a")
     leader.look(round_of("abc", store=None), None, [])
-    assert leader.next(round_of("a", number=5), 0.0) == round_of("a", store=None, number=5)
+    assert leader.approve(round_of("a", number=5), 0.0) == round_of("a", store=None, number=5)
 
 
 @pytest.mark.parametrize(

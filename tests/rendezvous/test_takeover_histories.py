@@ -176,7 +176,7 @@ def test_newcomer_during_a_take_over(delay_s: float) -> None:
 
 
 def test_without_the_quorum_two_groups_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Succession, "_missing", lambda self, following, now: None)
+    monkeypatch.setattr(Succession, "_await_quorum", lambda self, following, now: None)
     c = cluster(4)
     split(c, "a")
     with pytest.raises(AssertionError, match=r"invariant 2|train at once"):

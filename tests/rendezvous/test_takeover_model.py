@@ -1,8 +1,8 @@
 """A model of docs/adr/0011: the agents of a c10d job, whose store dies with its host, choose another host.
 
-The decisions are the product's (`choose`, `Succession`); stores, network and time are the model's. In each tick every
-agent that runs takes a turn: it asks its store or, without one, its peers. What a message or a lease takes in reality
-is a tick or a few. A Round trains while all of its members hold it and reach each other; agents that are frozen are
+The decisions are the product's (`choose_store`, `Succession`); stores, network and time are the model's. In each tick
+every agent that runs takes a turn: it asks its store or, without one, its peers. What a message or a lease takes in
+reality is a tick or a few. A Round trains while all of its members hold it and reach each other; agents that are frozen are
 counted in, because their workers may train on.
 """
 
@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from elasticd_agent.model.records import Member, NodeRecord, Round, StoreLife, life_term
 from elasticd_agent.rendezvous.probe import ProbeAlive
 from elasticd_agent.rendezvous.succession import Succession
-from elasticd_agent.rendezvous.takeover import choose
+from elasticd_agent.rendezvous.takeover import choose_store
 
 LEASE = 3
 """A store holds an agent's record for so many ticks."""
@@ -161,7 +161,7 @@ class World:
             answers = {p.name: ProbeAlive(p.name, p.name, p.life, p.lost, p.leaving) for p in peers}
             reached = {p.life for p in peers if p.life is not None and self._answering(agent, p.life)}
             hosts = agent.life.agent == f"{agent.name}:1"
-            chosen = choose(agent.name, agent.round, agent.life, hosts, agent.leaving, answers, reached)
+            chosen = choose_store(agent.name, agent.round, agent.life, hosts, agent.leaving, answers, reached)
         if chosen is None:
             return False
         if isinstance(chosen, int):
@@ -188,7 +188,7 @@ class World:
         if following is base:
             pass
         elif isinstance(following, Round):
-            following = following if following.number == base.number else store.leader.next(following, self.now)
+            following = following if following.number == base.number else store.leader.approve(following, self.now)
         if isinstance(following, Round) and following is not base:
             self._publish(agent, store, following)
         few = store.leader.lacks_quorum
@@ -284,7 +284,7 @@ def test_a_member_that_moves_before_it_reads_a_round() -> None:
 
 
 def test_without_readers_two_sides_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Succession, "_is_read", property(lambda self: True))
+    monkeypatch.setattr(Succession, "_is_read_by_quorum", property(lambda self: True))
     with pytest.raises(AssertionError, match="two sides train"):
         second_cut(World(5))
 

@@ -91,7 +91,7 @@ class World:
         slot = next(slot for r, _, _, slot in self.view.current.assignments() if r == rank)
         failure = Failure(self.view.current.number, NODE, "hung", ((rank, slot),), why, cause="blocked")
         if not self.view.failures:
-            self.view = replace(self.view, failures=(failure,), failed_at=self.now)
+            self.view = replace(self.view, failures=(failure,), failure_seen_at=self.now)
         self.look()
 
     def look(self) -> None:
@@ -116,7 +116,9 @@ class World:
             replace(p, record=replace(p.record, seen_round=verdict.number, ready_round=verdict.number))
             for p in self.view.nodes
         )
-        self.view = replace(self.view, current=verdict, nodes=here, failures=(), done=frozenset(), round_at=self.now)
+        self.view = replace(
+            self.view, current=verdict, nodes=here, failures=(), done=frozenset(), round_seen_at=self.now
+        )
         self._steps_before, self._step = self.view.high_water, 0
         self.publish(verdict)
 
@@ -170,7 +172,7 @@ class World:
                 self.ends(action)
             case ReportFailure(failure):
                 if not self.view.failures:
-                    self.view = replace(self.view, failed_at=self.now)
+                    self.view = replace(self.view, failure_seen_at=self.now)
                 saved = self._saved.get(failure.round)
                 failure = replace(failure, high_water=self.view.high_water, checkpoint=saved, step=self._step)
                 self.view = replace(self.view, failures=(*self.view.failures, failure))

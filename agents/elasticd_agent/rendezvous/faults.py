@@ -42,7 +42,7 @@ def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
 def _are_failures_settled(view: View, failures: list[Failure], members: int, now: float) -> bool:
     """No node is still about to report the root cause of what were secondary failures."""
     secondary = all(f.kind == "crash" for f in failures)
-    return not secondary or len(failures) >= members or now >= view.failed_at + ROOT_CAUSE_WAIT_S
+    return not secondary or len(failures) >= members or now >= view.failure_seen_at + ROOT_CAUSE_WAIT_S
 
 
 class FaultTracker:

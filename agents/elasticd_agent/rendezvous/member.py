@@ -240,17 +240,17 @@ class RendezvousMember:
             self._reread_at = now + REREAD_S
             self._follower.invalidate_all()
             if self._follower.is_non_member:
-                self._agreement.check_again()
+                self._agreement.invalidate()
             number = self._follower.round.number if self._follower.round is not None else 0
             # After the group's first step nothing connects to its store any more.
             self._outbox.queue_again(number, without_master_of=self._registration.record.stepped_round)
-        if not self._agreement.is_reached(now):
+        if not self._agreement.try_to_agree(now):
             return now + JOIN_RETRY_S
         self._watch_keys()
         self._follow_round()  # first: a Round without this node ends its group, also where its name is another agent's
         if self._follower.is_run_replaced():
             return now + REREAD_S
-        if not self._agreement.is_reached(now):
+        if not self._agreement.try_to_agree(now):
             return now + JOIN_RETRY_S
         if not self._register(now, check=reread and not self.leads):
             self._report_wait(self._registration.waits_for, more_nodes=False)
@@ -263,7 +263,7 @@ class RendezvousMember:
         lead_at = self._lead(now)
         self._network.keep_links(self._links(), self.peer_disconnected)
         if self._take_over is not None:
-            self._take_over.answered(now, self.leads and self._planner.succession.lacks_quorum)
+            self._take_over.store_answered(now, self.leads and self._planner.succession.lacks_quorum)
         self._end_outage(now)
         times = (
             self._registration.key.renew_at,
@@ -295,7 +295,7 @@ class RendezvousMember:
         self._follower.invalidate_all()
         self._registration.key.renew_at = now
         away_s = now - self._unavailable_since
-        if not self._agreement.done:  # it may start later than its clients
+        if not self._agreement.agreed:  # it may start later than its clients
             if away_s >= self._policy.join_timeout_s:
                 self._notices.append(StoreAbandoned(f"no answer from the store within {away_s:.0f} s: {why}", now))
         elif away_s >= self._policy.store_away_s:
@@ -347,7 +347,7 @@ class RendezvousMember:
             return
         self._follower.follow(round)
         self._report_round(round)
-        if self._take_over is not None and self._take_over.read(round, self._last_turn):
+        if self._take_over is not None and self._take_over.follow_store_of(round, self._last_turn):
             self._store_replaced(self._last_turn)
             raise StoreUnavailable("the store of this job is another one now")
 
@@ -355,7 +355,7 @@ class RendezvousMember:
         """Report a new Round to the loop, once, and say in the record that this node has seen it."""
         self._waiting_for = ""
         if self._follower.is_non_member:
-            self._agreement.check_again()
+            self._agreement.invalidate()
         self._election.round_published()
         news = {"seen_round": round.number, "seen_term": round.term}
         if (round.run, round.number) != self._posted:  # an earlier store's Round is published again in the next one

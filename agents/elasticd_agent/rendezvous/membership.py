@@ -60,7 +60,7 @@ class Losses:
 def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     """The members of `current` that cannot continue: by the first rule that applies, or by a partition."""
     probes, absent, silent = dict(view.probe_results), dict(view.absent_since), dict(view.silent_since)
-    gone = dict(view.left)
+    gone = dict(view.leave_reasons)
     stalled = view.next_step_due is not None and now >= view.next_step_due + STALL_GRACE_S
     lost: dict[str, str] = {}
     until: list[float] = []
@@ -134,11 +134,11 @@ def _loss_by_delay(
     node, number = member.node, current.number
     if record.seen_round < number:
         why = f"{node} has not seen round {number} within {policy.seen_timeout_s:g} s"
-        return "" if probe == "answered" else why, view.round_at + policy.seen_timeout_s
+        return "" if probe == "answered" else why, view.round_seen_at + policy.seen_timeout_s
     if silent_since is not None:
         return f"{node} is unreachable and no worker has made a step since", silent_since + policy.lease_s
     if record.ready_round < number and set(member.slots) <= set(record.slots):
-        return f"{node} has not started round {number} within {START_LIMIT_S:g} s", view.round_at + START_LIMIT_S
+        return f"{node} has not started round {number} within {START_LIMIT_S:g} s", view.round_seen_at + START_LIMIT_S
     return _NOT_LOST
 
 
@@ -225,7 +225,7 @@ def _largest_independent(nodes: list[str], conflicts: dict[str, set[str]], budge
 
 def exclusions(view: View, current: Round, lost: dict[str, str], now: float) -> tuple[Exclusion, ...]:
     """The exclusions of the next Round: those of `current`, aged, and these losses."""
-    elapsed_s = max(0.0, now - view.round_at)
+    elapsed_s = max(0.0, now - view.round_seen_at)
     ledger = {e.node: replace(e, age_s=e.age_s + elapsed_s) for e in current.excluded}
     ledger = {node: e for node, e in ledger.items() if e.age_s < EXCLUSION_EXPIRES_S}
     for node in lost:
@@ -257,12 +257,12 @@ def slot_shortage_reasons(view: View, current: Round) -> list[str]:
 
 def aged_quarantined_slots(view: View, current: Round, now: float) -> tuple[QuarantinedSlot, ...]:
     """The slots with strikes in `current`, with the cool-off that is left now."""
-    elapsed_s = max(0.0, now - view.round_at)
+    elapsed_s = max(0.0, now - view.round_seen_at)
     return tuple(replace(slot, left_s=max(0.0, slot.left_s - elapsed_s)) for slot in current.quarantined_slots)
 
 
 def avoided_slots(view: View, quarantined: Iterable[QuarantinedSlot]) -> AvoidedSlots:
-    return dict.fromkeys(view.starting, 0.0) | {(q.node, q.slot): q.left_s for q in quarantined if q.left_s}
+    return dict.fromkeys(view.starting_slots, 0.0) | {(q.node, q.slot): q.left_s for q in quarantined if q.left_s}
 
 
 def usable_slots(record: NodeRecord, avoided: AvoidedSlots) -> list[int]:
@@ -301,7 +301,7 @@ def returned_slots(view: View, current: Round, now: float) -> list[ReturnedSlots
         if len(slots) > len(member.slots) and has_enough_slots(record, view, avoided):
             ends = [at for at in _slot_cooloff_ends(view, current, member) if at <= now]
             back = tuple(sorted(set(slots) - set(member.slots)))
-            returned.append(ReturnedSlots(member.node, back, max([p.slots_at, *ends])))
+            returned.append(ReturnedSlots(member.node, back, max([p.slots_seen_at, *ends])))
     return returned
 
 
@@ -314,7 +314,7 @@ def next_slot_cooloff_end(view: View, current: Round, now: float) -> float | Non
 def _slot_cooloff_ends(view: View, current: Round, member: Member) -> list[float]:
     """When the cool-offs end of this node's slots that `current` leaves out."""
     slots = [q for q in current.quarantined_slots if q.node == member.node and q.slot not in member.slots]
-    return [view.round_at + q.left_s for q in slots]
+    return [view.round_seen_at + q.left_s for q in slots]
 
 
 def can_keep_processes(view: View, current: Round) -> bool:
@@ -427,7 +427,7 @@ def _candidates(
 
 
 def _can_take_part(record: NodeRecord, view: View) -> bool:
-    return not record.leaving and bool(record.slots) and record.id not in view.unreachable
+    return not record.leaving and bool(record.slots) and record.id not in view.unreachable_joiners
 
 
 def _is_candidate(

@@ -296,7 +296,7 @@ class RoundFollower:
 
     def _restore(self, round: Round, version: int | None) -> None:
         """Every member of a Round writes it again where the store has lost it, its spec first; the last Round wins."""
-        self._agreement.restore()
+        self._agreement.restore_spec()
         self._store.compare_and_swap(self._keys.round, version, encode_record(round))
         self._stale.add(self._keys.round)
 

@@ -112,7 +112,9 @@ class PeerObservations:
         self.answered: set[Identity] = set()  #: have answered a probe: if one refuses the next, its process is gone
         self.results: dict[str, ProbeResult] = {}  #: members' answers since the last sign of trouble
         self.silent_since: dict[str, float] = {}  #: members that had answered before and do not now
-        self.unreachable: frozenset[str] = frozenset()  #: nodes that want to join, had answered before and do not now
+        self.unreachable_joiners: frozenset[str] = (
+            frozenset()
+        )  #: nodes that want to join, had answered before and do not now
         self._links: tuple[Round | None, dict[str, Address]] = None, {}
 
     # ---- the store
@@ -185,7 +187,7 @@ class PeerObservations:
 
     def probe_joiners(self, records: Iterable[NodeRecord]) -> None:
         answers = self.probe(records)
-        self.unreachable = frozenset(n for n, answer in answers.items() if isinstance(answer, ProbeNoAnswer))
+        self.unreachable_joiners = frozenset(n for n, answer in answers.items() if isinstance(answer, ProbeNoAnswer))
 
     def addresses(self, round: Round) -> dict[str, Address]:
         """The agents of the other members, as far as their addresses are known."""
@@ -237,7 +239,7 @@ class LivenessProber:
 
     def trouble(self, view: View, round: Round, now: float) -> Trouble | None:
         others = self._others(round)
-        late = now >= view.round_at + self._policy.seen_timeout_s
+        late = now >= view.round_seen_at + self._policy.seen_timeout_s
         unseen_by = (n for n in others if (r := view.record(n)) is not None and r.seen_round < round.number)
         trouble = Trouble(
             round.number,
@@ -246,7 +248,7 @@ class LivenessProber:
             absent=tuple(node for node, _ in view.absent_since),
             suspects=tuple(sorted(self._observations.suspects & others.keys())),
             stalled=view.next_step_due is not None and now >= view.next_step_due + STALL_GRACE_S,
-            failures_settled=bool(view.failures) and now >= view.failed_at + ROOT_CAUSE_WAIT_S,
+            failures_settled=bool(view.failures) and now >= view.failure_seen_at + ROOT_CAUSE_WAIT_S,
         )
         return None if trouble.only_stalled and not trouble.stalled else trouble
 

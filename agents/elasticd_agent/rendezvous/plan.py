@@ -65,7 +65,13 @@ from elasticd_agent.rendezvous.membership import (
     select_members,
     slot_shortage_reasons,
 )
-from elasticd_agent.rendezvous.restart_budget import carry_over, is_misuse, is_refused_state, round_progressed, spend
+from elasticd_agent.rendezvous.restart_budget import (
+    carry_over,
+    is_missed_call,
+    is_refused_state,
+    round_progressed,
+    spend,
+)
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 
 ROOT_CAUSE_WAIT_S = 0.15
@@ -191,8 +197,8 @@ def plan(view: View, policy: Policy, now: float) -> Verdict:
         patient = _plan(view.with_all_ready, policy, now)
         if isinstance(patient, Round) and patient.world_size > verdict.world_size:
             verdict = patient  # a Round without a slot that starts would stay without it
-    if isinstance(verdict, Wait) and verdict.too_few_nodes and view.short_since is not None:
-        return _bound_shortage(view, policy, verdict, view.short_since, now)
+    if isinstance(verdict, Wait) and verdict.too_few_nodes and view.too_few_nodes_since is not None:
+        return _bound_shortage(view, policy, verdict, view.too_few_nodes_since, now)
     return verdict
 
 
@@ -407,7 +413,7 @@ def _after_failure(running: _RunningRound) -> Round | Wait | None:
 
 def _await_root_cause(running: _RunningRound) -> Wait | None:
     """All failures so far are of ranks that lost a peer: the peer's node is about to report."""
-    until = running.view.failed_at + ROOT_CAUSE_WAIT_S
+    until = running.view.failure_seen_at + ROOT_CAUSE_WAIT_S
     if running.all_secondary and len(running.failures) < len(running.current.members) and running.now < until:
         return Wait(f"{running.likely_root_cause.why}; waiting for the root cause", until)
     return None
@@ -420,8 +426,8 @@ def _shared_error(running: _RunningRound) -> Round | Wait | None:
         return None
     if running.missing_failures:
         view, least_s = running.view, running.policy.user_error_wait_s
-        ran_s, is_users = view.failed_at - view.round_at, first.kind == "user_error"
-        settled = view.failed_at + same_error_wait_s(least_s, ran_s, first.error, is_users=is_users)
+        ran_s, is_users = view.failure_seen_at - view.round_seen_at, first.kind == "user_error"
+        settled = view.failure_seen_at + same_error_wait_s(least_s, ran_s, first.error, is_users=is_users)
         why = f"{first.why}; waiting for the same error from {count(running.missing_failures, 'more node')}"
         return Wait(why, settled) if running.now < settled else None
     if current.world_size < current.stepped_size:
@@ -453,15 +459,15 @@ def _repeated_error(running: _RunningRound) -> Round | None:
     """The error that ended the round before: out of GPU memory, or one that all ranks share, after the same step; or,
     after any step, a session call that one rank makes and another one never will."""
     before, first = running.current.budget, running.likely_root_cause
-    misuse = is_misuse(first.repeat_key)
-    again = first.repeat_key and first.repeat_key == before.repeat_key and (misuse or first.step == before.step)
+    missed_call = is_missed_call(first.repeat_key)
+    again = first.repeat_key and first.repeat_key == before.repeat_key and (missed_call or first.step == before.step)
     shared = running.is_shared_error and not running.missing_failures
     known = first.repeat_key == first.error  # by its type alone an error of the script
     if not again or not (shared or known) or running.policy.max_restarts is not None:
         return None
     if is_refused_state(first.repeat_key):
         return None
-    where = "" if misuse else f" after step {first.step}" if first.step else " before the first step"
+    where = "" if missed_call else f" after step {first.step}" if first.step else " before the first step"
     return _final_round(running.view, "failed", 1, f"an error in the script, twice{where}: {first.why}")
 
 
@@ -477,14 +483,14 @@ def _restart(running: _RunningRound) -> Round | Wait:
         running.policy,
         progress=progress,
         high_water=high_water,
-        elapsed_s=running.now - view.round_at,
+        elapsed_s=running.now - view.round_seen_at,
         forgiven=bool(new),
         failure=first,
     )
     if isinstance(verdict, str):
         return _final_round(view, "failed", 1, f"{verdict}: {first.why}")
     state, delay_s = verdict
-    until = view.failed_at + delay_s
+    until = view.failure_seen_at + delay_s
     if running.now < until:
         return Wait(f"{first.why}; restart {delay_s:g} s after the failure (backoff)", until, notable=True)
     lost = running.losses.nodes
@@ -679,7 +685,7 @@ def _starting_phrases(view: View, current: Round, members: tuple[Member, ...]) -
     used = {(m.node, slot) for m in members for slot in m.slots}
     before = {(m.node, slot) for m in current.members for slot in m.slots}
     left: dict[str, list[int]] = {}
-    for node, slot in sorted(view.starting & before - used):
+    for node, slot in sorted(view.starting_slots & before - used):
         left.setdefault(node, []).append(slot)
     return [f"{plural(len(slots), 'slot')} {listing(slots)} of {node} starts" for node, slots in left.items()]
 

@@ -132,7 +132,7 @@ class Planner:
         if round is not None and not round.terminal:
             view = self._probe_members(view, round, facts, now)
             self._liveness.probe_joiners_if_due(view, round, now)
-            view = replace(view, unreachable=self._observations.unreachable)
+            view = replace(view, unreachable_joiners=self._observations.unreachable_joiners)
             if silent := self._liveness.take_unreachable_majority(view, round, now):
                 why = (
                     f"{self._node} does not reach {', '.join(silent)}, which reach the store; another node should lead"
@@ -143,9 +143,9 @@ class Planner:
             self._report_stragglers(view, round)
         verdict = plan(view, self._policy, now)
         if isinstance(verdict, Round):
-            verdict = self.succession.next(verdict, now)
+            verdict = self.succession.approve(verdict, now)
         elif isinstance(verdict, Wait):
-            self.succession.wait(verdict)
+            self.succession.note_wait(verdict)
         self._reader.too_few_nodes = isinstance(verdict, Wait) and verdict.too_few_nodes
         if isinstance(verdict, Round):
             verdict = replace(verdict, leader=self._node)
@@ -224,7 +224,7 @@ class Planner:
             round.budget,
             self._policy,
             progress=is_progress(round, view.checkpoint, view.high_water),
-            elapsed_s=now - view.round_at,
+            elapsed_s=now - view.round_seen_at,
         )
         verdict = self._judge.turn(round, reports, view.done, now, ending, can_restart=left > 0)
         self._notices += self._judge.new_verdicts
@@ -262,7 +262,7 @@ class Planner:
 
     def _report_faults(self, view: View, now: float) -> None:
         for number, fault in self._faults.take_new(view, now):
-            reported_at = None if fault.cause in ("hung", "node_lost") else view.failed_at
+            reported_at = None if fault.cause in ("hung", "node_lost") else view.failure_seen_at
             self._notices.append(FaultDetected(number, fault.cause, fault.culprit, reported_at))
 
     def _set_request(self, key: str, wanted: bytes | None) -> None:
@@ -333,7 +333,7 @@ class ViewReader:
         self._leaving: dict[Identity, str] = {}
         self._short_since: float | None = None
         self._short_in, self._read_at, self._unseen = 0, 0.0, False
-        self.too_few_nodes = False  #: by the last verdict; `short_since` counts from the first one
+        self.too_few_nodes = False  #: by the last verdict; `too_few_nodes_since` counts from the first one
 
     def reset(self) -> None:
         """Another node led, or the store was away: what was absent then may have come back unseen.
@@ -378,13 +378,13 @@ class ViewReader:
             first_number=facts.first_number,
             checkpoint=_newest_checkpoint(records, facts, current),
             high_water=max([facts.high_water, *(r.high_water for r in records)]),
-            round_at=self._round_at.setdefault(number, now),
-            failed_at=self._failed_at.get(number, now),
+            round_seen_at=self._round_at.setdefault(number, now),
+            failure_seen_at=self._failed_at.get(number, now),
             absent_since=tuple(self._absent_since.items()),
-            left=tuple((node, why) for (node, _), why in self._leaving.items() if node in self._absent_since),
+            leave_reasons=tuple((node, why) for (node, _), why in self._leaving.items() if node in self._absent_since),
             store_up_since=self._observations.store_up_since,
             next_step_due=facts.next_step_due,
-            short_since=self._update_short_since(records, number, now),
+            too_few_nodes_since=self._update_short_since(records, number, now),
             silent_since=tuple(self._observations.silent_since.items()),
         )
 
@@ -410,7 +410,7 @@ class ViewReader:
         here = {r.identity for r in records}
         if current is not None and not current.terminal:
             out = {e.node for e in current.excluded} - {m.node for m in current.members}
-            unreachable = self._observations.unreachable
+            unreachable = self._observations.unreachable_joiners
             here -= {
                 r.identity for r in records if r.id in out and (r.seen_round != current.number or r.id in unreachable)
             }

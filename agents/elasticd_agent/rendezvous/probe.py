@@ -41,7 +41,7 @@ BACKLOG = 1024  # connections that the kernel keeps until they are accepted; mea
 REFUSAL_CONFIRM_S = 0.05  # a closing port of a living process refuses, too: only a second refusal after this counts
 ACCEPT_RETRY_S = 0.05  # while the agent is stuck or out of file descriptors; callers stay in the backlog
 MAIN_THREAD_CHECK_S = 1.0  # the thread ends so soon after the main thread: it must not answer for a dead agent
-ANSWER_BYTES = 4096  # an answer is a name and a token; a longer one is not an agent's
+MAX_ANSWER_BYTES = 4096  # an answer is a name and a token; a longer one is not an agent's
 MAX_ERROR_CHARS = 200  # of another program's text in our log
 
 
@@ -100,7 +100,7 @@ class ProbeServer:
         self.set_probe_answer(None, False, False)
         self._answering = answering
         self._answered = answered
-        self._listener = _listening(address, port)
+        self._listener = _make_listener(address, port)
         self.port: int = self._listener.getsockname()[1]
         self._most_kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4  # the rest is for other uses
         self._closing = threading.Event()
@@ -133,12 +133,12 @@ class ProbeServer:
                     selector.unregister(caller)
                     connected.remove(caller)
                     caller.close()
-                if self._listener in ready and not self._serve(selector, connected):
+                if self._listener in ready and not self._answer_callers(selector, connected):
                     self._closing.wait(ACCEPT_RETRY_S)
             for caller in connected:
                 caller.close()
 
-    def _serve(self, selector: selectors.BaseSelector, kept: set[socket.socket]) -> bool:
+    def _answer_callers(self, selector: selectors.BaseSelector, kept: set[socket.socket]) -> bool:
         """Answer all callers in the backlog; False if that is not possible now. They may stay connected."""
         while not self._closing.is_set():
             if not self._answering():
@@ -164,7 +164,7 @@ class ProbeServer:
         return True
 
 
-def _listening(address: str, port: int) -> socket.socket:
+def _make_listener(address: str, port: int) -> socket.socket:
     listener: socket.socket | None = None
     try:
         family, where = _numeric_address(address, port)
@@ -245,10 +245,10 @@ class _ProbeRun:
             if not self._waiting and not self._open:
                 break
             for key, _ in self._selector.select(max(0.0, until - now)):
-                self._listen(key.data)
+                self._read_answer(key.data)
         for call in self._calls:
             if call.node not in self.results:
-                self._done(call, ProbeNoAnswer(self._silence(call)))
+                self._set_result(call, ProbeNoAnswer(self._silence_text(call)))
 
     def close(self) -> None:
         for call in self._calls:
@@ -259,13 +259,13 @@ class _ProbeRun:
         try:
             family, where = _numeric_address(call.address, call.port)
         except (OSError, ValueError):
-            self._done(
+            self._set_result(
                 call, ProbeNoAnswer(f"{call.address!r} port {call.port} is not an address and a port"[:MAX_ERROR_CHARS])
             )
             return
         if call.port == 0 or ipaddress.ip_address(where[0]).is_unspecified:
             # The kernel would refuse port 0, and take an unspecified address for this machine's own.
-            self._done(call, ProbeNoAnswer(f"{call.address} port {call.port} is not an agent's address"))
+            self._set_result(call, ProbeNoAnswer(f"{call.address} port {call.port} is not an agent's address"))
             return
         try:
             call.sock = sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -274,46 +274,46 @@ class _ProbeRun:
                 self._room = len(self._open)
                 self._waiting.appendleft(call)
             else:
-                self._done(call, ProbeNoAnswer(f"could not be probed: {_error_text(error)}"))
+                self._set_result(call, ProbeNoAnswer(f"could not be probed: {_error_text(error)}"))
             return
         code = sock.connect_ex(where)
         if is_connected_to_itself(sock, where):
-            self._refused(call)
+            self._on_refusal(call)
         elif code in (0, errno.EINPROGRESS):
             # A connection error makes it readable, too.
             self._selector.register(sock, selectors.EVENT_READ, call)
             self._open.add(call.node)
         elif code == errno.ECONNREFUSED:
-            self._refused(call)
+            self._on_refusal(call)
         else:
-            self._done(call, ProbeNoAnswer(_error_text(OSError(code, os.strerror(code)))))
+            self._set_result(call, ProbeNoAnswer(_error_text(OSError(code, os.strerror(code)))))
 
-    def _listen(self, call: _Attempt) -> None:
+    def _read_answer(self, call: _Attempt) -> None:
         """Read what has arrived: an answer is one line; the end of the connection before it is a reset."""
         assert call.sock is not None
         try:
-            data = call.sock.recv(ANSWER_BYTES)
+            data = call.sock.recv(MAX_ANSWER_BYTES)
         except BlockingIOError:
             return
         except ConnectionRefusedError:
-            self._refused(call)
+            self._on_refusal(call)
             return
         except ConnectionResetError as error:
-            self._reset(call, _error_text(error))
+            self._on_reset(call, _error_text(error))
             return
         except OSError as error:
-            self._done(call, ProbeNoAnswer(_error_text(error)))
+            self._set_result(call, ProbeNoAnswer(_error_text(error)))
             return
         call.received += data
         line, ended, _ = bytes(call.received).partition(b"\n")
         if ended:
-            self._done(call, _decode_answer(line))
+            self._set_result(call, _decode_answer(line))
         elif not data:
-            self._reset(call, "closed the connection without an answer")
-        elif len(call.received) >= ANSWER_BYTES:
-            self._done(call, ProbeNoAnswer("answered something that is not an agent's"))
+            self._on_reset(call, "closed the connection without an answer")
+        elif len(call.received) >= MAX_ANSWER_BYTES:
+            self._set_result(call, ProbeNoAnswer("answered something that is not an agent's"))
 
-    def _refused(self, call: _Attempt) -> None:
+    def _on_refusal(self, call: _Attempt) -> None:
         """Count a refusal. The second one is the result; the first is tried again after `REFUSAL_CONFIRM_S`."""
         self._close(call)
         if call.refused:
@@ -322,17 +322,17 @@ class _ProbeRun:
             call.refused, call.due = True, time.monotonic() + REFUSAL_CONFIRM_S
             self._waiting.append(call)
 
-    def _reset(self, call: _Attempt, text: str) -> None:
+    def _on_reset(self, call: _Attempt, text: str) -> None:
         """It may have died just now: the kernel resets the backlog once the port is closed. So probe again."""
         if call.was_reset:
-            self._done(call, ProbeNoAnswer(text))
+            self._set_result(call, ProbeNoAnswer(text))
             return
         self._close(call)
         call.was_reset, call.due = True, time.monotonic()
         call.received.clear()
         self._waiting.appendleft(call)
 
-    def _done(self, call: _Attempt, result: ProbeAlive | ProbeNoAnswer) -> None:
+    def _set_result(self, call: _Attempt, result: ProbeAlive | ProbeNoAnswer) -> None:
         self._close(call)
         self.results[call.node] = result
 
@@ -344,7 +344,7 @@ class _ProbeRun:
                 self._selector.unregister(sock)
             sock.close()
 
-    def _silence(self, call: _Attempt) -> str:
+    def _silence_text(self, call: _Attempt) -> str:
         """Return the sentence for a node that has not answered in time, with how far the attempt came."""
         before = "refused once, then " if call.refused else "reset once, then " if call.was_reset else ""
         if call.sock is None:

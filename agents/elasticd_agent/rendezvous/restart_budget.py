@@ -26,14 +26,14 @@ def round_progressed(
     too, after the same step.
     """
     before = round_.budget
-    key, step = _ending(cause)
+    key, step = _repeat_marks(cause)
     repeated = key != "" and step is not None and (key, step) == (before.repeat_key, before.step)
     return any(
         is_progress(round_, at, 0 if repeated else high_water) for at in (None, *(f.checkpoint for f in failures))
     )
 
 
-def _ending(cause: Failure | None) -> tuple[str, int | None]:
+def _repeat_marks(cause: Failure | None) -> tuple[str, int | None]:
     """The marks that two rounds have in common which end by the same cause: its key, and the step as the script counts.
 
     Hangs, and errors of ranks that have lost a peer, have no key of their own; after the same step they are the
@@ -72,8 +72,8 @@ def spend(
     round differs) does not lengthen the streak without progress; it counts in every other way.
     """
     streak = 0 if progress else state.streak
-    key, step = _ending(failure)
-    tokens = _tokens(state, policy, elapsed_s)
+    key, step = _repeat_marks(failure)
+    tokens = _refilled_tokens(state, policy, elapsed_s)
     high_water = max(high_water, state.high_water)
     if policy.max_restarts is not None:
         if state.counted >= policy.max_restarts:
@@ -101,17 +101,19 @@ def spend(
 def carry_over(state: BudgetState, *, progress: bool, high_water: int) -> BudgetState:
     """The state for a restart that does not count: a lost node, a join, a drain."""
     if progress:
-        state = replace(state, streak=0, step=None, repeat_key=state.repeat_key if is_misuse(state.repeat_key) else "")
+        state = replace(
+            state, streak=0, step=None, repeat_key=state.repeat_key if is_missed_call(state.repeat_key) else ""
+        )
     return replace(state, high_water=max(high_water, state.high_water))
 
 
-def is_misuse(repeat_key: str) -> bool:
-    """A session call that one rank makes and another one never will: progress between two of them changes nothing."""
+def is_missed_call(repeat_key: str) -> bool:
+    """True for a session call that one rank makes and another one never will: progress between two changes nothing."""
     return repeat_key.rpartition(".")[2] == "MissedCall"
 
 
 def is_refused_state(repeat_key: str) -> bool:
-    """A save has refused the state, for what it holds or because it differs between ranks."""
+    """True if a save has refused the state, for what it holds or because it differs between ranks."""
     return repeat_key.rpartition(".")[2] in ("CheckpointRefused", "StateDiffers")
 
 
@@ -120,10 +122,10 @@ def restarts_left(state: BudgetState, policy: Policy, *, progress: bool, elapsed
     if policy.max_restarts is not None:
         return max(0, policy.max_restarts - state.counted)
     in_a_row = policy.no_progress_limit - (0 if progress else state.streak)
-    return max(0, min(in_a_row, int(_tokens(state, policy, elapsed_s))))
+    return max(0, min(in_a_row, int(_refilled_tokens(state, policy, elapsed_s))))
 
 
-def _tokens(state: BudgetState, policy: Policy, elapsed_s: float) -> float:
+def _refilled_tokens(state: BudgetState, policy: Policy, elapsed_s: float) -> float:
     most = float(policy.max_restarts_per_hour)
     if state.tokens is None:
         return most

@@ -21,9 +21,9 @@ from elasticd_agent.model.keys import Keys, decode_record, encode_record
 from elasticd_agent.model.records import Round, is_later_run
 from elasticd_agent.store import Store
 
-_ABANDONED_RUN = "a later run of this job has begun and no node of this run is left"
+_ABANDONED_RUN_REASON = "a later run of this job has begun and no node of this run is left"
 
-_LABELS = {
+_FIELD_LABELS = {
     "entrypoint": "the script",
     "args": "the script's arguments",
     "mode": "how the script is started",
@@ -37,7 +37,7 @@ _LABELS = {
     "grow": "--grow",
     "on_hang": "--on-hang",
 }
-_SHARED_POLICY = (
+_SHARED_POLICY_FIELDS = (
     "max_restarts",
     "max_restarts_per_hour",
     "grow",
@@ -60,8 +60,8 @@ _SHARED_POLICY = (
     "progress_ceiling_s",
 )
 """The fields of Policy that the planner uses: any node may lead, and the rules must not change with the leader."""
-_PER_ROLE = ("entrypoint", "mode")
-_PER_NODE = ("version", "role", "args")
+_PER_ROLE_FIELDS = ("entrypoint", "mode")
+_PER_NODE_FIELDS = ("version", "role", "args")
 _MAX_VALUE_CHARS = 100
 """A sentence must stay one line."""
 
@@ -80,7 +80,7 @@ def spec_document(spec: JobSpec, policy: Policy) -> dict[str, Any]:
         "spares": spec.spares if spec.rendezvous.max_nodes > 1 else 0,  # slots are a machine's own
         "run": spec.run,
         "checkpoints": spec.checkpoint_dir is not None,
-        **{name: getattr(policy, name) for name in _SHARED_POLICY},
+        **{name: getattr(policy, name) for name in _SHARED_POLICY_FIELDS},
     }
 
 
@@ -115,7 +115,11 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     "the script is 'a.py' here, 'b.py' there". A field that only one of them has is another
     version's, and no difference.
     """
-    own = _PER_NODE if mine.get("role") == theirs.get("role", mine.get("role")) else (*_PER_NODE, *_PER_ROLE)
+    own = (
+        _PER_NODE_FIELDS
+        if mine.get("role") == theirs.get("role", mine.get("role"))
+        else (*_PER_NODE_FIELDS, *_PER_ROLE_FIELDS)
+    )
     names = [name for name in mine if name in theirs and name not in own]
     return "; ".join(_difference(name, mine[name], theirs[name]) for name in names if mine[name] != theirs[name])
 
@@ -125,19 +129,19 @@ def _difference(name: str, mine: Any, theirs: Any) -> str:
     if all(isinstance(text, str) for text in texts):
         # Long values are shown where they begin to differ.
         parted = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
-        texts = [repr(_cut(text, parted)) for text in texts]
-    shown = [_SHOWN_AS.get(text, text) if text is None or isinstance(text, bool) else text for text in texts]
-    label = _LABELS.get(name, option_name(name))
+        texts = [repr(_shorten_around(text, parted)) for text in texts]
+    shown = [_VALUE_TEXTS.get(text, text) if text is None or isinstance(text, bool) else text for text in texts]
+    label = _FIELD_LABELS.get(name, option_name(name))
     return f"{label} {'are' if name == 'args' else 'is'} {shown[0]} here, {shown[1]} there"
 
 
-_SHOWN_AS = {True: "given", False: "not given", None: "not given"}
+_VALUE_TEXTS = {True: "given", False: "not given", None: "not given"}
 
 
-def _cut(text: str, parted: int) -> str:
+def _shorten_around(text: str, at: int) -> str:
     if len(text) <= _MAX_VALUE_CHARS:
         return text
-    begin = max(0, parted - _MAX_VALUE_CHARS // 2)
+    begin = max(0, at - _MAX_VALUE_CHARS // 2)
     end = begin + _MAX_VALUE_CHARS
     return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")
 
@@ -163,44 +167,45 @@ class SpecAgreement:
     _store: Store
     _keys: Keys
     _spec: bytes
-    _within_s: float
+    _timeout_s: float
     _log: Callable[[str], None]
-    _until: float | None = None
-    done: bool = False
+    _deadline: float | None = None
+    agreed: bool = False
 
     def __post_init__(self) -> None:
         self._accepted = self._spec
 
-    def is_reached(self, now: float) -> bool:
-        """True once this node's spec is the job's. Raises StoreRefused for another job, and StoreUnavailable."""
-        if self.done:
+    def try_to_agree(self, now: float) -> bool:
+        """Write or compare the spec; True once this node's is the job's. Raises StoreRefused for another job, and
+        StoreUnavailable."""
+        if self.agreed:
             return True
-        why = self._compare()
+        why = self._write_or_compare()
         if not why:
-            self.done = True
-        elif self._until is None:
-            self._until = now + self._within_s
+            self.agreed = True
+        elif self._deadline is None:
+            self._deadline = now + self._timeout_s
             self._log(f"{why}; waiting for them")
-        elif now >= self._until:
-            raise StoreRefused(f"{why}, for {self._within_s:g} s (join_timeout)")
-        return self.done
+        elif now >= self._deadline:
+            raise StoreRefused(f"{why}, for {self._timeout_s:g} s (join_timeout)")
+        return self.agreed
 
-    def check_again(self) -> None:
+    def invalidate(self) -> None:
         """The store may have come back empty, and another job may have written its spec first."""
-        self.done = False
+        self.agreed = False
 
-    def restore(self) -> None:
+    def restore_spec(self) -> None:
         """Write the spec of the Round that runs into a store that has lost it. Raises StoreUnavailable."""
         stored = self._store.read(self._keys.spec)
         if stored is None or (stored.value != self._spec and mismatch(self._spec, stored.value, self._log) is not None):
             self._store.compare_and_swap(self._keys.spec, None if stored is None else stored.version, self._spec)
 
-    def _compare(self) -> str:
+    def _write_or_compare(self) -> str:
         """Write or compare the spec; the nodes of an earlier run that must leave first, in words, or ""."""
         store, keys = self._store, self._keys
         stored_spec = store.read(keys.spec)
         if stored_spec is None:
-            return "" if store.compare_and_swap(keys.spec, None, self._spec) else self._compare()
+            return "" if store.compare_and_swap(keys.spec, None, self._spec) else self._write_or_compare()
         if stored_spec.value in (self._spec, self._accepted):
             return ""
         if (why := mismatch(self._spec, stored_spec.value, self._log)) is None:
@@ -214,7 +219,7 @@ class SpecAgreement:
             if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
                 return f"nodes of an earlier run of this job have not left: {', '.join(left)}"
             if stored_round is not None and last is not None:
-                over = stopped_round(replace(last, number=last.number + 1), _ABANDONED_RUN)
+                over = stopped_round(replace(last, number=last.number + 1), _ABANDONED_RUN_REASON)
                 if not store.compare_and_swap(keys.round, stored_round.version, encode_record(over)):
-                    return self._compare()
-        return "" if store.compare_and_swap(keys.spec, stored_spec.version, self._spec) else self._compare()
+                    return self._write_or_compare()
+        return "" if store.compare_and_swap(keys.spec, stored_spec.version, self._spec) else self._write_or_compare()

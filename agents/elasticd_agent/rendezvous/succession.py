@@ -50,7 +50,7 @@ class Succession:
     _life: StoreLife | None = None
     _base: Round | None = None
     _electors: tuple[str, ...] = ()
-    _kept: frozenset[str] = frozenset()
+    _present_electors: frozenset[str] = frozenset()
     _quorum: int = 0
     _readers: set[str] = field(default_factory=set)  #: have ever read `_base`
 
@@ -67,76 +67,79 @@ class Succession:
         leaving = {r.incarnation for r in here if r.leaving}
         self._readers |= {r.incarnation for r in here}
         self._electors = tuple(m.incarnation for m in base.members if m.incarnation not in leaving)
-        self._kept = frozenset(self._electors).intersection(r.incarnation for r in here)
+        self._present_electors = frozenset(self._electors).intersection(r.incarnation for r in here)
         size = len(self._electors)
-        self._quorum = (size + 1) // 2 if self._is_own else size // 2 + 1
+        self._quorum = (size + 1) // 2 if self._is_published_here else size // 2 + 1
         may_read = self._readers.union(r.incarnation for r in registered)
-        self.lacks_quorum = len(self._kept) < self._quorum or len(may_read.intersection(base.electors)) < base.quorum
+        self.lacks_quorum = (
+            len(self._present_electors) < self._quorum or len(may_read.intersection(base.electors)) < base.quorum
+        )
 
     def _has_read(self, record: NodeRecord) -> bool:
         """An older version's agent writes no term: it cannot leave the first store."""
         assert self._base is not None
-        return record.seen_term == self._base.term or (record.seen_term == 0 and self._is_own)
+        return record.seen_term == self._base.term or (record.seen_term == 0 and self._is_published_here)
 
     @property
-    def _is_own(self) -> bool:
+    def _is_published_here(self) -> bool:
         """The Round was published in this store."""
         return self._base is not None and self._life is not None and self._base.term == self._life.term
 
     @property
-    def _is_read(self) -> bool:
+    def _is_read_by_quorum(self) -> bool:
         base = self._base
         return base is None or len(self._readers.intersection(base.electors)) >= base.quorum
 
     def adoption(self, now: float) -> Round | Wait | None:
         """The Round that an earlier store has left, with this store's term; None: it has that already."""
         base, life = self._base, self._life
-        if base is None or life is None or self._is_own:
+        if base is None or life is None or self._is_published_here:
             return None
         if base.store is not None and base.store.count >= life.count:
             return Wait(f"round {base.number} belongs to another agent's store", now + LOOK_AGAIN_S)
-        if (missing := self._missing(base, now)) is not None:
+        if (missing := self._await_quorum(base, now)) is not None:
             return replace(missing, notable=False)  # they are on their way
         self.published_term = life.term
         return replace(base, store=life, electors=self._electors, quorum=self._quorum)
 
-    def next(self, verdict: Round, now: float) -> Round | Wait:
+    def approve(self, verdict: Round, now: float) -> Round | Wait:
         """`verdict` as it may be published, or what it waits for."""
         base, life = self._base, self._life
         self.published_term = 0 if life is None else life.term
         if base is None:
             return replace(verdict, store=life, electors=(), quorum=0)
-        if verdict.outcome != "succeeded" and (missing := self._missing(verdict, now)):
+        if verdict.outcome != "succeeded" and (missing := self._await_quorum(verdict, now)):
             return missing
         # A leader that was left behind may have published a Round of the next number, which nobody may continue.
         skipped = life.count if life is not None and base.leader != self._node else 0
         number = verdict.number + skipped
         return replace(verdict, number=number, store=life, electors=self._electors, quorum=self._quorum)
 
-    def wait(self, verdict: Wait) -> None:
+    def note_wait(self, verdict: Wait) -> None:
         """Nothing is to be published. Where too few nodes are left, the missing ones may go on elsewhere."""
         if verdict.too_few_nodes and self.lacks_quorum and self._base is not None:
-            self.blocked_why = f"{verdict.why}; {self._here(len(self._kept)) if self._is_read else self._unread}"
+            here = self._here_phrase(len(self._present_electors))
+            self.blocked_why = f"{verdict.why}; {here if self._is_read_by_quorum else self._unread_reason}"
 
     @property
-    def _unread(self) -> str:
+    def _unread_reason(self) -> str:
         assert self._base is not None
         return f"too few of the last round's nodes have read round {self._base.number}"
 
-    def _here(self, number: int) -> str:
+    def _here_phrase(self, number: int) -> str:
         assert self._base is not None
         return f"{number} of {count(len(self._electors), 'node')} of round {self._base.number} are here"
 
-    def _missing(self, following: Round, now: float) -> Wait | None:
+    def _await_quorum(self, following: Round, now: float) -> Wait | None:
         base = self._base
         assert base is not None
-        if not self._is_read:
-            self.blocked_why = self._unread
+        if not self._is_read_by_quorum:
+            self.blocked_why = self._unread_reason
             return Wait(self.blocked_why, now + LOOK_AGAIN_S)
         members = {m.incarnation for m in following.members}
-        staying = self._kept if following.terminal else self._kept & members
+        staying = self._present_electors if following.terminal else self._present_electors & members
         if len(staying) >= self._quorum:
             return None
-        here = self._here(len(staying))
+        here = self._here_phrase(len(staying))
         self.blocked_why = f"{following.reason}; {here}, and without {self._quorum} of them others may go on elsewhere"
         return Wait(self.blocked_why, now + LOOK_AGAIN_S, notable=True)

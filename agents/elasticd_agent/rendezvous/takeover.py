@@ -6,7 +6,8 @@ every member has it in memory. So the members need only agree on who hosts an em
 **This module finds a store; it promises nothing.** Two agents may host one at the same time, on two sides of a
 partition. At most one side continues, and that is the subject of `succession`, which counts readers of a Round. Nothing
 here may be relied on for it, and so probes, timeouts and guesses are enough here. Two things `succession` does rely on:
-each store has a term, a later one a higher term, and an agent uses stores in the order of their terms (`pin`, `read`).
+each store has a term, a later one a higher term, and an agent uses stores in the order of their terms (`pin`,
+`follow_store_of`).
 
 The order of a take-over:
 
@@ -45,11 +46,11 @@ from elasticd_agent.system.network.addresses import format_endpoint, parse_endpo
 if TYPE_CHECKING:
     from elasticd_agent.store.c10d.connection import C10dConnection
 
-ASKED_FIRST = 8
+DEPUTIES_ASKED_FIRST = 8
 """The deputies that every member probes. Only if none of them is without its store does it probe all members."""
-GO_BACK_S = 2.0
+GO_BACK_AFTER_S = 2.0
 """Members that have said that they have lost their store are in the next one by then, unless theirs is back."""
-_HOST = "host of the store"
+_HOST_KEY = "host of the store"
 
 
 def deputies(round: Round) -> list[str]:
@@ -60,7 +61,7 @@ def deputies(round: Round) -> list[str]:
     return names[at:] + names[:at]
 
 
-def choose(
+def choose_store(
     me: str,
     round: Round,
     life: StoreLife,
@@ -128,13 +129,13 @@ class TakeOver:
         life = self._life
         return life is not None and life.count > 0 and self._store.hosts and round.term == life.term
 
-    def answered(self, now: float, few: bool) -> None:
-        """The store has answered all requests of a turn. `few`: it is hosted here, and too few members use it."""
+    def store_answered(self, now: float, too_few: bool) -> None:
+        """The store has answered all requests of a turn. `too_few`: it is hosted here, and too few members use it."""
         self._answered_at = now
-        self._few_since = None if not few else now if self._few_since is None else self._few_since
+        self._few_since = None if not too_few else now if self._few_since is None else self._few_since
 
-    def read(self, round: Round, now: float) -> bool:
-        """`round` was read in the store. True: it says that the job's store is another one."""
+    def follow_store_of(self, round: Round, now: float) -> bool:
+        """Follow the store that `round`, which was read in this agent's, names. True if that is another one."""
         life = round.store
         if life is None or round.terminal or life.term < self._store.term:
             return False
@@ -144,24 +145,24 @@ class TakeOver:
             return False
         return self._follow(life, now, serve_on=True)
 
-    def turn(self, round: Round | None, leaving: bool, used: int, now: float) -> bool:
+    def turn(self, round: Round | None, leaving: bool, published_term: int, now: float) -> bool:
         """Look for another store if this agent's is lost; True: there is one. Raises StoreUnavailable: none yet.
 
-        `used`: the term of the last store in which this agent has published a Round, or may have.
+        `published_term`: the term of the last store in which this agent has published a Round, or may have.
         """
         life = self._life
         self._show_way(round if round is not None and self._took_over(round) else None)
         if life is None or round is None:
             return False
-        why = self._lost(life, now)
-        self._say(bool(why), leaving)
-        if (back := self._way_back(life, used == life.term, now)) is not None:
+        why = self._loss_reason(life, now)
+        self._set_probe_answer(bool(why), leaving)
+        if (back := self._store_to_return_to(life, published_term == life.term, now)) is not None:
             moved = self._follow(back, now, serve_on=False)
             self._before = None
             return moved
         if not why:
             return False
-        chosen = self._ask(round, life, leaving)
+        chosen = self._choose_by_probes(round, life, leaving)
         if isinstance(chosen, StoreLife):
             self._log(why)
             return self._follow(chosen, now, serve_on=False)
@@ -173,12 +174,12 @@ class TakeOver:
             except OSError as error:
                 raise StoreUnavailable(f"{why}; this agent cannot host one: {error.strerror or error}") from None
             self._life, self._before = self._own_life(term), life
-            return self._moved(now)
+            return self._note_move(now)
         if self._store.hosts:
             return False  # its own one answers it, at least
         raise StoreUnavailable(f"{why}; no member hosts another one, and too few have lost it for that")
 
-    def _lost(self, life: StoreLife, now: float) -> str:
+    def _loss_reason(self, life: StoreLife, now: float) -> str:
         """Why the store counts as lost, in words, or ""."""
         where = f"the store at {life.endpoint}"
         if self._store.answers:
@@ -186,7 +187,7 @@ class TakeOver:
             return f"too few members have used {where} for {few_s:.0f} s" if few_s > self._few_s else ""
         address = try_parse_endpoint(life.agent)
         if address is not None and life.agent != self._address:
-            answer = self._network.probe({_HOST: address}).get(_HOST)
+            answer = self._network.probe({_HOST_KEY: address}).get(_HOST_KEY)
             if isinstance(answer, ProbeRefused):
                 return f"{where} is lost: the port of its host's agent is closed"
             if isinstance(answer, ProbeAlive) and answer.store is not None and answer.store.term > life.term:
@@ -194,18 +195,18 @@ class TakeOver:
         silent_s = now - self._answered_at
         return f"{where} has not answered for {silent_s:.0f} s" if silent_s > self._silent_s else ""
 
-    def _way_back(self, life: StoreLife, used: bool, now: float) -> StoreLife | None:
+    def _store_to_return_to(self, life: StoreLife, used: bool, now: float) -> StoreLife | None:
         """The store before, if no Round was published in this one, nor will be: nobody's promise to it binds anybody.
 
         Its host goes back once the host before answers again; the others do once its agent says that it did.
         """
         before, hosts = self._before, self._store.hosts
         few_s = 0.0 if self._few_since is None else now - self._few_since
-        if before is None or used or (few_s < GO_BACK_S if hosts else self._store.answers):
+        if before is None or used or (few_s < GO_BACK_AFTER_S if hosts else self._store.answers):
             return None
         asked = before if hosts else life
         address = try_parse_endpoint(asked.agent)
-        answer = self._network.probe({_HOST: address}).get(_HOST) if address is not None else None
+        answer = self._network.probe({_HOST_KEY: address}).get(_HOST_KEY) if address is not None else None
         if not isinstance(answer, ProbeAlive) or answer.store is None:
             return None
         if life_term(asked.count, answer.incarnation) != asked.term:
@@ -216,27 +217,27 @@ class TakeOver:
             back = answer.store.term < life.term
         return before if back else None
 
-    def _ask(self, round: Round, life: StoreLife, leaving: bool) -> StoreLife | int | None:
-        """The nearest deputies first: where one of them has lost the store, too, it decides."""
+    def _choose_by_probes(self, round: Round, life: StoreLife, leaving: bool) -> StoreLife | int | None:
+        """Probe the nearest deputies first: where one of them has lost the store, too, it decides."""
         addresses = {m.node: try_parse_endpoint(m.address) for m in round.members if m.node != self._node}
         others = {node: address for node, address in addresses.items() if address is not None}
         order = deputies(round)
         before = order[: order.index(self._node)] if self._node in order else order
-        first = {node: others[node] for node in before[:ASKED_FIRST] if node in others}
-        answers = self._answers(round, first)
-        hosts, reached = self._store.hosts, self._reached(answers)
-        chosen = choose(self._node, round, life, hosts, leaving, answers, reached)
+        first = {node: others[node] for node in before[:DEPUTIES_ASKED_FIRST] if node in others}
+        answers = self._probe_members(round, first)
+        hosts, reached = self._store.hosts, self._reachable_stores(answers)
+        chosen = choose_store(self._node, round, life, hosts, leaving, answers, reached)
         if chosen is None and not any(a.lost and not a.leaving for a in answers.values()):
-            answers |= self._answers(round, {node: at for node, at in others.items() if node not in first})
-            chosen = choose(self._node, round, life, hosts, leaving, answers, self._reached(answers))
+            answers |= self._probe_members(round, {node: at for node, at in others.items() if node not in first})
+            chosen = choose_store(self._node, round, life, hosts, leaving, answers, self._reachable_stores(answers))
         return chosen
 
-    def _answers(self, round: Round, addresses: dict[str, Address]) -> dict[str, ProbeAlive]:
+    def _probe_members(self, round: Round, addresses: dict[str, Address]) -> dict[str, ProbeAlive]:
         incarnations = {m.node: m.incarnation for m in round.members}
         answers = self._network.probe(addresses) if addresses else {}
         return {n: a for n, a in answers.items() if isinstance(a, ProbeAlive) and a.incarnation == incarnations[n]}
 
-    def _reached(self, answers: Mapping[str, ProbeAlive]) -> set[StoreLife]:
+    def _reachable_stores(self, answers: Mapping[str, ProbeAlive]) -> set[StoreLife]:
         return {life for life in {a.store for a in answers.values()} if life is not None and self._reaches_store(life)}
 
     def _reaches_store(self, life: StoreLife) -> bool:
@@ -251,19 +252,19 @@ class TakeOver:
         self._log(f"the job's store is at {life.endpoint} now")
         self._store.move(address, life.term, serve_on)
         self._life, self._before = life, self._life
-        return self._moved(now)
+        return self._note_move(now)
 
-    def _moved(self, now: float) -> bool:
+    def _note_move(self, now: float) -> bool:
         self._answered_at = now
         self._few_since = None
-        self._say(False, False)
+        self._set_probe_answer(False, False)
         return True
 
     def _own_life(self, term: int) -> StoreLife:
         host, _ = parse_endpoint(self._address)
         return StoreLife(term, self._address, format_endpoint(host, self._store.port))
 
-    def _say(self, lost: bool, leaving: bool) -> None:
+    def _set_probe_answer(self, lost: bool, leaving: bool) -> None:
         answer = self._life, lost, leaving
         if answer != self._published:
             self._published = answer

@@ -35,7 +35,7 @@ class PresentNode:
 
     record: NodeRecord
     joined_at: float  #: when the planner first saw this incarnation
-    slots_at: float = 0.0  #: when the planner first saw it with these slots, ready
+    slots_seen_at: float = 0.0  #: when the planner first saw it with these slots, ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,16 @@ class View:
     first_number: int = 1  #: of the first Round: above all that the checkpoint and log directories hold
     checkpoint: tuple[int, int] | None = None  #: newest usable (round, step)
     high_water: int = 0  #: the highest step seen in any round
-    round_at: float = 0.0  #: when the planner first saw `current`
-    failed_at: float = 0.0  #: when the planner first saw a failure of `current`; meaningless without one
+    round_seen_at: float = 0.0  #: when the planner first saw `current`
+    failure_seen_at: float = 0.0  #: when the planner first saw a failure of `current`; meaningless without one
     probe_results: tuple[tuple[str, ProbeResult], ...] = ()  #: members' answers since the last sign of trouble
     absent_since: tuple[tuple[str, float], ...] = ()  #: members without a record
-    left: tuple[tuple[str, str], ...] = ()  #: those of them that had announced it, with reasons
+    leave_reasons: tuple[tuple[str, str], ...] = ()  #: of those of them that had announced that they leave
     store_up_since: float = 0.0  #: since when the store has answered without a break
     next_step_due: float | None = None  #: of the workers beside the planner; None: it has none
-    short_since: float | None = None  #: since when there have been fewer nodes than the job needs
+    too_few_nodes_since: float | None = None  #: since when there have been fewer nodes than the job needs
     silent_since: tuple[tuple[str, float], ...] = ()  #: members that had answered before and answer no probe now
-    unreachable: frozenset[str] = frozenset()  #: nodes that want to join, had answered before and do not now
+    unreachable_joiners: frozenset[str] = frozenset()  #: nodes that want to join, had answered before and do not now
     all_ready: bool = False  #: no process starts
     _records: dict[str, NodeRecord] = field(init=False, repr=False, compare=False)
     _members: dict[str, Member] = field(init=False, repr=False, compare=False)
@@ -88,15 +88,15 @@ class View:
         return replace(self, all_ready=True)
 
     @property
-    def starting(self) -> set[tuple[str, int]]:
+    def starting_slots(self) -> set[tuple[str, int]]:
         """(node, slot) of new processes that are not ready while others stay, and of ranks to be killed for a hang."""
         if self.all_ready:
             return set()
         starting = {(p.record.id, slot) for p in self.nodes for slot in p.record.starting}
-        hung = (f for f in self.failures if f.kind == "hung" and self._stays(f.node, f.round))
+        hung = (f for f in self.failures if f.kind == "hung" and self._keep_processes(f.node, f.round))
         return starting | {(f.node, slot) for f in hung for _, slot in f.culprits}
 
-    def _stays(self, node: str, round: int) -> bool:
+    def _keep_processes(self, node: str, round: int) -> bool:
         """The workers of `round` there stay in their processes."""
         record = self.record(node)
         return record is not None and record.entered == record.stepped_round == round
