@@ -2,8 +2,8 @@
 
 The decisions are the product's (`choose_store`, `Succession`); stores, network and time are the model's. In each tick
 every agent that runs takes a turn: it asks its store or, without one, its peers. What a message or a lease takes in
-reality is a tick or a few. A Round trains while all of its members hold it and reach each other; agents that are frozen are
-counted in, because their workers may train on.
+reality is a tick or a few. A Round trains while all of its members hold it and reach each other; agents that are frozen
+are counted in, because their workers may train on.
 """
 
 from __future__ import annotations
