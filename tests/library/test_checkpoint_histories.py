@@ -139,7 +139,7 @@ class Directory(RuleBasedStateMachine):
             manifest.write_text(json.dumps({"version": "2.0"}))
 
     def _round_is_still_known_without(self, path: Path) -> bool:
-        """The promises end where no manifest is left to say where a round came from (docs/checkpoints.md)."""
+        """The promises end where no manifest is left to say where a round came from (docs/on-disk.md)."""
         round = path.name.split("-")[0]
         others = [self.path / name for name in self._names() if name.startswith(f"{round}-")]
         return any(self._is_sealed(each) for each in others if each != path)

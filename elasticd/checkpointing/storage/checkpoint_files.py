@@ -3,7 +3,7 @@
     <dir>/r<round>-s<step>/state.pt         plain torch.load(weights_only=True) opens it
     <dir>/r<round>-s<step>/manifest.json    what it is, where it comes from, its checksum
 
-One process writes one checkpoint at a time. docs/checkpoints.md lists the guarantees and their limits.
+One process writes one checkpoint at a time. docs/checkpoints.md lists the guarantees, docs/on-disk.md their limits.
 """
 
 from __future__ import annotations
