@@ -190,7 +190,7 @@ def _open_parts(
         lease_s,
         renewal_s,
         float(settings.adopt_timeout_s),
-        changed=wake,
+        on_change=wake,
         announce=registration.key.announce_beside,
         retention_s=float(settings.keep_ended_s),
         refuse_timeout_s=float(settings.refuse_timeout_s),

@@ -165,7 +165,7 @@ class NodeLoop:
             (metrics.SLOTS_USED, ()): sum(len(runner.spec.slots) for runner in self._parts.runners.alive()),
             **{(metrics.NODE_STATE, (state,)): state == self.status.state for state in metrics.NODE_STATES},
             (metrics.REGISTERED, ()): self.registered,
-            (metrics.IS_SCHEDULER, ()): self._parts.scheduler.is_leader,
+            (metrics.IS_SCHEDULER, ()): self._parts.scheduler.holds_key,
             **{(metrics.RUNNERS, (state,)): states.count(state) for state in metrics.RUNNER_STATES},
             (metrics.JOBS_WAITING, ()): len(pending),
             (metrics.STORE_UP, ()): not self.store_down,
@@ -174,7 +174,7 @@ class NodeLoop:
             **metrics.failed_job_samples(
                 (*view.results, *list(self._outcomes.exits.values())),
                 self.status.node,
-                is_scheduler=self._parts.scheduler.is_leader,
+                is_scheduler=self._parts.scheduler.holds_key,
                 now=time.time(),
             ),
         }
@@ -306,7 +306,7 @@ class NodeLoop:
                     self._parts.journal.event(
                         events.NodeRegisteredEvent, f"node {self.status.node} is registered", slots=self.status.slots
                     )
-            self._cache.watch(self, job_queue.CACHED)
+            self._cache.watch(self, job_queue.CACHED_PREFIXES)
             if self._cache.refresh(now, REREAD_S):
                 self._registration.key.check()
             self._cluster_view = job_queue.cached_view(self._cache)

@@ -269,11 +269,11 @@ class ClusterView:
     submissions: tuple[Submission, ...] = ()
     placements: tuple[Placement, ...] = ()
     results: tuple[JobResult, ...] = ()
-    absent: tuple[NodeStatus, ...] = ()
+    absent_nodes: tuple[NodeStatus, ...] = ()
     """The last status of each node that has none now, but not for long enough to be given up."""
     left_behind: frozenset[tuple[str, str]] = frozenset()
     """(job, node) where the node is absent and the job's own rendezvous has continued without it."""
-    known: tuple[KnownNode, ...] = ()  #: the nodes, lost ones included; for people only
+    known_nodes: tuple[KnownNode, ...] = ()  #: the nodes, lost ones included; for people only
 
     def result(self, job: str, number: int) -> JobResult | None:
         """Return the end of this run of the job, None while it has none."""

@@ -167,7 +167,7 @@ class Fleet:
     def _die(self, machine: FleetNode) -> None:
         """Nothing is said to anybody; but a connection whose client is dead ends, and its watches with it."""
         if machine.agent is not None:
-            machine.agent.scheduler.stop_watching()
+            machine.agent.scheduler.forget_key()
         machine.agent = None
 
     def pause(self) -> None:

@@ -51,7 +51,7 @@ def live(clock: Clock, seconds: int, *daemons: PublishingAgent) -> list[str]:
 def test_idle_scheduler_makes_one_renewal_a_second(clock: Clock, memory: MemoryStore) -> None:
     one = PublishingAgent(memory, "a")
     live(clock, 3, one)
-    assert one.placer.is_leader
+    assert one.placer.holds_key
     one.store.requests.clear()
     live(clock, 10, one)
     assert [verb for verb, _ in one.store.requests] == ["renew"] * 10
@@ -61,13 +61,13 @@ def test_idle_scheduler_makes_one_renewal_a_second(clock: Clock, memory: MemoryS
 def test_lost_agent_loses_status_and_scheduler_role(clock: Clock, memory: MemoryStore) -> None:
     one, two = PublishingAgent(memory, "a"), PublishingAgent(memory, "b")
     live(clock, 3, one, two)
-    assert (one.placer.is_leader, two.placer.is_leader) == (True, False)
+    assert (one.placer.holds_key, two.placer.holds_key) == (True, False)
     lines = live(clock, 5, two)
     assert memory.read(names.NODES + "a") is None
     assert "b is the scheduler now" in lines
     # It was only stopped, and comes back: it does not place beside the other.
     live(clock, 3, one, two)
-    assert (one.placer.is_leader, two.placer.is_leader) == (False, True)
+    assert (one.placer.holds_key, two.placer.holds_key) == (False, True)
     assert memory.read(names.NODES + "a") is not None
 
 
@@ -91,7 +91,7 @@ def test_restarted_agent_is_scheduler_again_within_a_lease(clock: Clock, memory:
     lines = again.turn(clock)  # the card is its own, and so is the key
     lines += live(clock, 4, again)
     assert "a is the scheduler now" in lines
-    assert again.placer.is_leader
+    assert again.placer.holds_key
 
 
 def test_unregistered_agent_schedules_nothing(clock: Clock, memory: MemoryStore) -> None:

@@ -214,7 +214,7 @@ class JobService:
         nodes = self._cluster.candidate_nodes(view, submission)
         return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, READ_TIMEOUT_S)}
 
-    def _view(self, log: Callable[[str], None] = job_queue.ignore) -> ClusterView:
+    def _view(self, log: Callable[[str], None] = job_queue.ignore_sentence) -> ClusterView:
         return job_queue.read_view(self.store, log, self.cache)
 
     def _find_job(self, name: str) -> tuple[ClusterView, Submission]:

@@ -76,7 +76,7 @@ def assignments(view: ClusterView, submission: Submission) -> tuple[AssignmentSt
 def nodes(view: ClusterView, now: float) -> list[NodeSummary]:
     """Every node whose agent is registered, or was lost, or that is cordoned. `now`: the time of day."""
     statuses = {status.node: status for status in view.nodes}
-    lost = {node.node: node for node in view.known if node.node not in statuses}
+    lost = {node.node: node for node in view.known_nodes if node.node not in statuses}
     cordons = {cordon.node: cordon for cordon in view.cordons}
     ended = {(result.job, result.number) for result in view.results}
     assigned: dict[str, dict[str, tuple[int, ...]]] = {}

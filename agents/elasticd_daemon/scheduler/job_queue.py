@@ -25,18 +25,18 @@ from elasticd_agent.store.cache import StoreCache
 from elasticd_daemon import keys as names
 from elasticd_daemon.records import ClusterView, Cordon, JobResult, KnownNode, NodeStatus, Placement, Submission
 
-CACHED = (names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS, names.CORDONS)
+CACHED_PREFIXES = (names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS, names.CORDONS)
 """The records that every agent keeps current; node statuses, which change most, concern the scheduler only."""
-MAX_RACES = 100
+MAX_LOST_RACES = 100
 """A write that is lost this often in a row is a fault and no race."""
-REASON_CHARS = 500
-MAX_ROUNDS = 200
-ROUND_REASON_CHARS = 160
-MAX_NODES = 1000
+MAX_REASON_CHARS = 500
+MAX_RESULT_ROUNDS = 200
+MAX_ROUND_REASON_CHARS = 160
+MAX_RESULT_NODES = 1000
 MAX_SPEC_BYTES = 256 * 1024
 
 
-def ignore(sentence: str) -> None:
+def ignore_sentence(sentence: str) -> None:
     """Drop a sentence, for callers that do not report undecodable records."""
 
 
@@ -51,16 +51,20 @@ def cached_view(cache: StoreCache) -> ClusterView:
 
 
 def read_view(
-    store: Store, log: Callable[[str], None] = ignore, cache: StoreCache | None = None, *, watched: bool = False
+    store: Store,
+    log: Callable[[str], None] = ignore_sentence,
+    cache: StoreCache | None = None,
+    *,
+    watched: bool = False,
 ) -> ClusterView:
     """Everything that the store holds at this moment. `log` receives a sentence for each undecodable record.
 
     `watched`: all but the nodes as `cache` keeps it current, which spares reading ten thousand jobs.
     """
-    cache = cache or StoreCache(store, ignore)
+    cache = cache or StoreCache(store, ignore_sentence)
     return ClusterView(
         nodes=cache.read_records(names.NODES, NodeStatus, log),
-        known=cache.read_records(names.KNOWN_NODES, KnownNode, log, watched=watched),
+        known_nodes=cache.read_records(names.KNOWN_NODES, KnownNode, log, watched=watched),
         cordons=cache.read_records(names.CORDONS, Cordon, log, watched=watched),
         submissions=cache.read_records(names.SUBMISSIONS, Submission, log, watched=watched),
         placements=cache.read_records(names.PLACEMENTS, Placement, log, watched=watched),
@@ -70,7 +74,7 @@ def read_view(
 
 def submit(store: Store, request: Submission, *, stem: str = "job", cache: StoreCache | None = None) -> Submission:
     """Submit a job; its number, which `request` lacks, is its position in the queue. Without an id it gets
-    `new_name(stem)`.
+    `new_job_id(stem)`.
 
     `token` identifies this submission: repeated with it, e.g. after an outage, the job that was submitted the first
     time is returned. Without it, the id of an unfinished job is refused. `cache` saves decoding what is known already.
@@ -79,36 +83,38 @@ def submit(store: Store, request: Submission, *, stem: str = "job", cache: Store
     if job:
         check_new_id("job id", job)
     if token:
-        known = (cache or StoreCache(store, ignore)).read_records(names.SUBMISSIONS, Submission, ignore)
+        known = (cache or StoreCache(store, ignore_sentence)).read_records(
+            names.SUBMISSIONS, Submission, ignore_sentence
+        )
         if earlier := next((s for s in known if s.token == token), None):
             return earlier
-    for _ in range(MAX_RACES):
+    for _ in range(MAX_LOST_RACES):
         before = _require_free_id(store, job, token) if job else None
         if isinstance(before, Submission):
             return before
-        submission = replace(request, job=job or new_name(stem), number=_next_number(store))
-        _check(submission)
-        if _create(store, before, submission):
+        submission = replace(request, job=job or new_job_id(stem), number=_take_number(store))
+        _check_submission(submission)
+        if _write_submission(store, before, submission):
             return submission
     raise _lost_races("the job was not submitted")
 
 
-def new_name(stem: str) -> str:
+def new_job_id(stem: str) -> str:
     """train-lm-3f2a: a name that is taken already is made again."""
     return f"{stem}-{secrets.token_hex(2)}"
 
 
 def cancel(store: Store, job: str, by: str, at: float) -> JobResult:
     """End a job. Returns the result that counts: the job's own if it ended first."""
-    number = _number(store, job)
+    number = _newest_number(store, job)
     return record_result(store, JobResult(job, number, "cancelled", TERMINATED, f"cancelled{_by(by)}", at))
 
 
 def record_result(store: Store, result: JobResult) -> JobResult:
     """Write how a job ended, once. Returns the result that counts; that of an earlier run is replaced."""
-    result = _bounded(result)
+    result = _shorten_result(result)
     key = names.RESULTS + result.job
-    for _ in range(MAX_RACES):
+    for _ in range(MAX_LOST_RACES):
         before = store.read(key)
         if before is not None:
             try:
@@ -127,7 +133,7 @@ def cordon(store: Store, node: str, drain: bool, reason: str, by: str, at: float
     check_identifier("node", node)
     key = names.CORDONS + node
     cordon = Cordon(node, drain, _short(reason), cordoned_by=by, cordoned_at=at)
-    for _ in range(MAX_RACES):
+    for _ in range(MAX_LOST_RACES):
         before = store.read(key)
         if before is not None:
             try:
@@ -145,8 +151,8 @@ def uncordon(store: Store, node: str) -> bool:
     return store.delete(names.CORDONS + node)
 
 
-def _next_number(store: Store) -> int:
-    for _ in range(MAX_RACES):
+def _take_number(store: Store) -> int:
+    for _ in range(MAX_LOST_RACES):
         entry = store.read(names.SUBMISSION_SEQUENCE)
         text = b"0" if entry is None else entry.value
         # A sequence that was lost or damaged continues above every known number.
@@ -164,10 +170,10 @@ def _next_number(store: Store) -> int:
 
 
 def _lost_races(what: str) -> StoreUnavailable:
-    return StoreUnavailable(f"{what}: {MAX_RACES} attempts to write to the store lost a race")
+    return StoreUnavailable(f"{what}: {MAX_LOST_RACES} attempts to write to the store lost a race")
 
 
-def _number(store: Store, job: str) -> int:
+def _newest_number(store: Store, job: str) -> int:
     """The number of the job's newest run. Raises UsageError if there is no such job."""
     check_identifier("job id", job)
     for prefix, kind in ((names.SUBMISSIONS, Submission), (names.PLACEMENTS, Placement), (names.RESULTS, JobResult)):
@@ -185,12 +191,13 @@ def _number(store: Store, job: str) -> int:
     raise UsageError(f"there is no job {job!r}{why}")
 
 
-def _bounded(result: JobResult) -> JobResult:
+def _shorten_result(result: JobResult) -> JobResult:
     """A record of about 40 kB at most, however long the history: etcd takes at most 1.5 MB, and all agents read it."""
     rounds = tuple(
-        replace(summary, reason=_short(summary.reason, ROUND_REASON_CHARS)) for summary in result.rounds[-MAX_ROUNDS:]
+        replace(summary, reason=_short(summary.reason, MAX_ROUND_REASON_CHARS))
+        for summary in result.rounds[-MAX_RESULT_ROUNDS:]
     )
-    return replace(result, reason=_short(result.reason), rounds=rounds, nodes=result.nodes[:MAX_NODES])
+    return replace(result, reason=_short(result.reason), rounds=rounds, nodes=result.nodes[:MAX_RESULT_NODES])
 
 
 def _require_free_id(store: Store, job: str, token: str) -> Versioned | Submission | None:
@@ -217,7 +224,7 @@ def _require_free_id(store: Store, job: str, token: str) -> Versioned | Submissi
     )
 
 
-def _create(store: Store, before: Versioned | None, submission: Submission) -> bool:
+def _write_submission(store: Store, before: Versioned | None, submission: Submission) -> bool:
     key, value = names.SUBMISSIONS + submission.job, submission.to_json()
     try:
         return store.compare_and_swap(key, None if before is None else before.version, value)
@@ -238,7 +245,7 @@ def _exists(store: Store, key: str, value: bytes) -> bool:
     return entry is not None and entry.value == value
 
 
-def _check(submission: Submission) -> None:
+def _check_submission(submission: Submission) -> None:
     size = len(submission.spec.encode(errors="replace"))
     if size > MAX_SPEC_BYTES:
         raise UsageError(f"job {submission.job!r}: its job file has {size} bytes; the limit is {MAX_SPEC_BYTES}")
@@ -252,5 +259,5 @@ def _by(person: str) -> str:
     return f" by {person}" if person else ""
 
 
-def _short(text: str, most: int = REASON_CHARS) -> str:
+def _short(text: str, most: int = MAX_REASON_CHARS) -> str:
     return shortened(" ".join(text.split()), most)

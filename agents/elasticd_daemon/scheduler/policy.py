@@ -43,7 +43,7 @@ def schedule(view: ClusterView) -> tuple[Placement, ...]:
     """The placements that differ from those in the view, by priority and number of their jobs."""
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
-    jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
+    jobs = [_retain_assignments(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
     _restore_minimum(jobs, nodes)
     _start_pending(_turns(jobs, head_of_queue(view)), nodes)
     _grow(jobs, nodes)
@@ -55,7 +55,7 @@ def describe(reason: str, head: Submission | None) -> str:
     """A placement's reason for people: with the name of the job that blocks the queue."""
     if head is None or not reason.endswith(BEHIND_OTHERS):
         return reason
-    return f"{reason.removesuffix(BEHIND_OTHERS)}pending behind {head.job}, which is next and {_request(head)}"
+    return f"{reason.removesuffix(BEHIND_OTHERS)}pending behind {head.job}, which is next and {_describe_request(head)}"
 
 
 def head_of_queue(view: ClusterView) -> Submission | None:
@@ -119,29 +119,29 @@ class _Node:
 
     status: NodeStatus
     absent: bool
-    unschedulable: str  #: why it takes no new jobs; "" if it does
-    evict: str  #: why no job may stay on it; "" if jobs may
-    busy: frozenset[int]  #: slots in which something still runs, whatever its placement says
-    allocated: dict[int, str] = field(default_factory=dict)
+    unschedulable_reason: str  #: why it takes no new jobs; "" if it does
+    evict_reason: str  #: why no job may stay on it; "" if jobs may
+    busy_slots: frozenset[int]  #: slots in which something still runs, whatever its placement says
+    allocated_slots: dict[int, str] = field(default_factory=dict)
 
     @property
-    def free(self) -> tuple[int, ...]:
+    def free_slots(self) -> tuple[int, ...]:
         """The slots that nothing runs in and nobody has been given."""
-        return tuple(s for s in range(self.status.slots) if s not in self.busy and s not in self.allocated)
+        return tuple(s for s in range(self.status.slots) if s not in self.busy_slots and s not in self.allocated_slots)
 
     def allocate(self, assignment: SlotAssignment, job: str) -> None:
-        self.allocated |= dict.fromkeys(assignment.slots, job)
+        self.allocated_slots |= dict.fromkeys(assignment.slots, job)
 
     def release(self, assignment: SlotAssignment) -> None:
         for slot in assignment.slots:
-            del self.allocated[slot]
+            del self.allocated_slots[slot]
 
 
 def _nodes(view: ClusterView) -> dict[str, _Node]:
     cordons = {cordon.node: cordon for cordon in view.cordons}
     nodes = {}
-    keep = _keep_their_jobs(view)
-    for status, absent in [*((s, True) for s in view.absent), *((s, False) for s in view.nodes)]:
+    keep = _nodes_not_emptied(view)
+    for status, absent in [*((s, True) for s in view.absent_nodes), *((s, False) for s in view.nodes)]:
         cordon = cordons.get(status.node)
         evict = _evict_reason(status, cordon, status.node in keep)
         unschedulable = evict or _unschedulable_reason(status, cordon, absent)
@@ -154,9 +154,9 @@ def _nodes(view: ClusterView) -> dict[str, _Node]:
     return nodes
 
 
-def _keep_their_jobs(view: ClusterView) -> set[str]:
+def _nodes_not_emptied(view: ClusterView) -> set[str]:
     """Quarantined nodes beyond the share. Nodes without jobs count first: the answer stays while nodes are emptied."""
-    statuses = (*view.nodes, *view.absent)
+    statuses = (*view.nodes, *view.absent_nodes)
     quarantined = [status for status in statuses if status.state == "quarantined"]
     in_use = {assignment.node for placement in view.placements for assignment in placement.assignments}
     by_check: dict[str, list[str]] = {}
@@ -181,10 +181,10 @@ def _unschedulable_reason(status: NodeStatus, cordon: Cordon | None, absent: boo
         return f"{status.node} is {cordon.text}"
     if status.state != "ready":
         return with_reason(f"{status.node} is {status.state}", status.why)
-    return _absent(status.node) if absent else ""
+    return _absent_reason(status.node) if absent else ""
 
 
-def _absent(node: str) -> str:
+def _absent_reason(node: str) -> str:
     return f"{node} is absent"
 
 
@@ -197,10 +197,10 @@ class _Job:
     assignments: dict[str, SlotAssignment]
     refusals: dict[str, str]
     changes: list[str]
-    pending: str = ""
+    pending_reason: str = ""
 
     @property
-    def runs(self) -> bool:
+    def has_min_nodes(self) -> bool:
         """True if the job has its minimum of nodes."""
         return len(self.assignments) >= self.submission.min_nodes
 
@@ -209,9 +209,9 @@ class _Job:
         return self.written is not None and bool(self.written.assignments or self.written.previous_nodes)
 
     @property
-    def slots(self) -> int:
+    def slot_demand(self) -> int:
         """The slots in use, or needed to start; none of a job that cannot start."""
-        if self.pending.endswith(BLOCKS_NOBODY):
+        if self.pending_reason.endswith(BLOCKS_NOBODY):
             return 0
         if self.assignments:
             return sum(len(assignment.slots) for assignment in self.assignments.values())
@@ -223,21 +223,25 @@ class _Job:
         refusals = tuple(Refusal(node, why) for node, why in sorted(self.refusals.items()))
         written = self.written
         same = written is not None and (assignments, refusals) == (written.assignments, written.refusals)
-        if written is not None and same and (assignments or written.reason.endswith(self.pending)):
+        if written is not None and same and (assignments or written.reason.endswith(self.pending_reason)):
             return written
-        state = f"runs on {listing(_slots(a) for a in assignments)}" if assignments else self.pending
+        state = (
+            f"runs on {listing(_describe_assignment(a) for a in assignments)}" if assignments else self.pending_reason
+        )
         previous = () if written is None else written.previous_nodes_after(self.assignments)
         # The reason of a pending job names the nodes that refused it already.
-        named = () if assignments else {_refused((node,), why) for node, why in self.refusals.items()}
+        named = () if assignments else {_describe_refusal((node,), why) for node, why in self.refusals.items()}
         reason = "; ".join([*(sentence for sentence in self.changes if sentence not in named), state])
         return Placement(self.submission.job, self.submission.number, assignments, reason, refusals, previous)
 
 
-def _job(submission: Submission, written: Placement | None, view: ClusterView, nodes: dict[str, _Node]) -> _Job:
+def _retain_assignments(
+    submission: Submission, written: Placement | None, view: ClusterView, nodes: dict[str, _Node]
+) -> _Job:
     """The job with the assignments it keeps; their slots are allocated from now on."""
     key = (submission.job, submission.number)
     job = _Job(submission, written, {}, _refusals(key, written, view), [])
-    for assignment in _running(key, view) if written is None else written.assignments:
+    for assignment in _running_assignments(key, view) if written is None else written.assignments:
         node = nodes.get(assignment.node)
         if node is None:
             job.changes.append(f"{assignment.node} is gone")
@@ -260,7 +264,7 @@ def _refusals(key: tuple[str, int], written: Placement | None, view: ClusterView
     return {node: why for node, why in refusals.items() if node not in cordoned}
 
 
-def _running(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
+def _running_assignments(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
     """The assignments of a job without a placement: the store has lost its data, the nodes still run the job."""
     assignments = {
         status.node: SlotAssignment(status.node, runner.slots)
@@ -274,15 +278,15 @@ def _running(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, .
 def _lost_reason(assignment: SlotAssignment, job: _Job, node: _Node, view: ClusterView) -> str:
     """Why a job cannot keep an assignment; "" if it can."""
     name = assignment.node
-    if node.evict:
-        return node.evict
+    if node.evict_reason:
+        return node.evict_reason
     if name in job.refusals:
-        return _refused((name,), job.refusals[name])
+        return _describe_refusal((name,), job.refusals[name])
     if node.absent and (job.submission.job, name) in view.left_behind:
-        return f"{_absent(name)}, and the job continued without it"
+        return f"{_absent_reason(name)}, and the job continued without it"
     key = (job.submission.job, job.submission.number)
     runs_here = any((runner.job, runner.number) == key for runner in node.status.runners)
-    others = {node.allocated[slot] for slot in assignment.slots if slot in node.allocated}
+    others = {node.allocated_slots[slot] for slot in assignment.slots if slot in node.allocated_slots}
     if runs_here:  # a placement of an unknown job, perhaps a forged one, ends no job
         others -= {placement.job for placement in view.orphaned()} if others else set()
     if others:
@@ -295,10 +299,10 @@ def _lost_reason(assignment: SlotAssignment, job: _Job, node: _Node, view: Clust
 def _restore_minimum(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     """Rule 2. The youngest job short of nodes releases its slots first: what it frees may help the others."""
     while True:
-        short = [job for job in jobs if job.assignments and not job.runs]
+        short = [job for job in jobs if job.assignments and not job.has_min_nodes]
         for job in short:
             _bind(job, nodes)
-        stuck = [job for job in short if not job.runs]
+        stuck = [job for job in short if not job.has_min_nodes]
         if not stuck:
             return
         _evict(stuck[-1], nodes)
@@ -314,8 +318,8 @@ def _turns(jobs: Sequence[_Job], head: Submission | None) -> Iterator[_Job]:
     used = Counter[str]()
     waiting = []
     for job in jobs:
-        if job.runs:
-            used[job.submission.submitter] += job.slots
+        if job.has_min_nodes:
+            used[job.submission.submitter] += job.slot_demand
         else:
             waiting.append(job)
     for _, of_priority in groupby(waiting, key=lambda job: job.submission.order[0]):
@@ -328,14 +332,14 @@ def _turns(jobs: Sequence[_Job], head: Submission | None) -> Iterator[_Job]:
                 queues.setdefault(job.submission.submitter, deque()).append(job)
         for job in sorted(first, key=lambda job: not job.has_run):
             yield job
-            used[job.submission.submitter] += job.slots
+            used[job.submission.submitter] += job.slot_demand
         turns = [(used[name], own[0].submission.number, name) for name, own in queues.items()]
         heapq.heapify(turns)
         while turns:
             name = heapq.heappop(turns)[2]
             job = queues[name].popleft()
             yield job
-            used[name] += job.slots
+            used[name] += job.slot_demand
             if own := queues[name]:
                 heapq.heappush(turns, (used[name], own[0].submission.number, name))
 
@@ -347,20 +351,20 @@ def _start_pending(turns: Iterable[_Job], nodes: dict[str, _Node]) -> None:
         if not blocked and _bind(job, nodes):
             continue
         if not _feasible(job, nodes):
-            job.pending = f"pending: {_infeasible_reason(job, nodes)}; {BLOCKS_NOBODY}"
+            job.pending_reason = f"pending: {_infeasible_reason(job, nodes)}; {BLOCKS_NOBODY}"
         elif not blocked:
-            job.pending = f"pending: {_request(job.submission)}; {_shortage(job, nodes)}"
+            job.pending_reason = f"pending: {_describe_request(job.submission)}; {_shortage(job, nodes)}"
             blocked = True
         else:
-            job.pending = BEHIND_OTHERS
+            job.pending_reason = BEHIND_OTHERS
 
 
 def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     """Rule 4."""
-    if any(not job.runs and _feasible(job, nodes) for job in jobs):
+    if any(not job.has_min_nodes and _feasible(job, nodes) for job in jobs):
         return
     for job in jobs:
-        if job.runs and job.submission.grow and len(job.assignments) < job.submission.max_nodes_with_spares:
+        if job.has_min_nodes and job.submission.grow and len(job.assignments) < job.submission.max_nodes_with_spares:
             before = set(job.assignments)
             _bind(job, nodes)
             if added := sorted(job.assignments.keys() - before):
@@ -380,13 +384,13 @@ def _bind(job: _Job, nodes: dict[str, _Node]) -> bool:
 
     def preference(node: _Node) -> tuple[bool, int, int, str]:
         # Nodes it ran on may have its checkpoints; then the most slots; then the tightest fit: others stay whole.
-        free, name = len(node.free), node.status.node
+        free, name = len(node.free_slots), node.status.node
         return name not in known, -min(free, submission.max_slots_with_spares), free, name
 
     if len(job.assignments) + len(fit) < submission.min_nodes:
         return False
     for node in sorted(fit, key=preference)[: submission.max_nodes_with_spares - len(job.assignments)]:
-        assignment = SlotAssignment(node.status.node, node.free[: submission.max_slots_with_spares])
+        assignment = SlotAssignment(node.status.node, node.free_slots[: submission.max_slots_with_spares])
         job.assignments[assignment.node] = assignment
         node.allocate(assignment, submission.job)
     return True
@@ -402,8 +406,8 @@ def _evict(job: _Job, nodes: dict[str, _Node]) -> None:
 
 def _fits(job: _Job, node: _Node) -> bool:
     """True if the node can take a part of the job now."""
-    usable = not node.unschedulable and node.status.node not in job.refusals
-    fits = usable and len(node.free) >= job.submission.min_slots and not _missing_labels(job, node)
+    usable = not node.unschedulable_reason and node.status.node not in job.refusals
+    fits = usable and len(node.free_slots) >= job.submission.min_slots and not _missing_labels(job, node)
     return fits and not _unusable_directory(job, node)
 
 
@@ -414,7 +418,7 @@ def _feasible(job: _Job, nodes: dict[str, _Node]) -> bool:
 
 def _fits_empty(job: _Job, node: _Node) -> bool:
     name = node.status.node
-    usable = not node.unschedulable or (node.absent and node.unschedulable == _absent(name))
+    usable = not node.unschedulable_reason or (node.absent and node.unschedulable_reason == _absent_reason(name))
     fits = usable and name not in job.refusals and node.status.slots >= job.submission.min_slots
     return fits and not _missing_labels(job, node) and not _unusable_directory(job, node)
 
@@ -433,7 +437,7 @@ def _missing_labels(job: _Job, node: _Node) -> list[str]:
     return [label for label in job.submission.labels if label not in node.status.labels]
 
 
-def _request(submission: Submission) -> str:
+def _describe_request(submission: Submission) -> str:
     each_node = " each" if submission.min_nodes > 1 else ""
     return f"needs {count(submission.min_nodes, 'node')} with {count(submission.min_slots, 'free slot')}{each_node}"
 
@@ -456,7 +460,7 @@ def _infeasible_reason(job: _Job, nodes: dict[str, _Node]) -> str:
     else:
         number = f"only {len(fit)}" if fit else "none"
         why = f"{number} of the {len(nodes)} nodes can run it: {listing(obstacles)}"
-    return f"{_request(job.submission)}, and {why}"
+    return f"{_describe_request(job.submission)}, and {why}"
 
 
 def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: bool) -> list[str]:
@@ -467,8 +471,8 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
         slots = node.status.slots
         if name in without:
             continue
-        if node.unschedulable:
-            obstacles.append(node.unschedulable)
+        if node.unschedulable_reason:
+            obstacles.append(node.unschedulable_reason)
         elif name in job.refusals:
             refused.setdefault(job.refusals[name], []).append(name)
         elif missing := _missing_labels(job, node):
@@ -477,16 +481,16 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
             cannot = "start a job" if directory == EVERY_JOB else f"use {directory}"
             obstacles.append(with_reason(f"{name} cannot {cannot}", node.status.why))
         elif free and slots >= job.submission.min_slots:
-            obstacles.append(f"{name} has {len(node.free)} of {slots} free")
+            obstacles.append(f"{name} has {len(node.free_slots)} of {slots} free")
         else:
             obstacles.append(f"{name} has {count(slots, 'slot')}" + (" in all" if free else ""))
-    return [*obstacles, *(_refused(names, why) for why, names in refused.items())]
+    return [*obstacles, *(_describe_refusal(names, why) for why, names in refused.items())]
 
 
-def _refused(names: Iterable[str], why: str) -> str:
+def _describe_refusal(names: Iterable[str], why: str) -> str:
     return with_reason(f"{listing(names)} refused it", why)
 
 
-def _slots(assignment: SlotAssignment) -> str:
+def _describe_assignment(assignment: SlotAssignment) -> str:
     """`n1 (slots 0-3, 6)`."""
     return f"{assignment.node} ({plural(len(assignment.slots), 'slot')} {', '.join(ranges(assignment.slots))})"

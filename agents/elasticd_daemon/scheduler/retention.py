@@ -28,13 +28,13 @@ RETENTION_S = 7 * 86400.0
 MAX_RESULTS = 1000
 """Ended jobs whose records are kept: every read of the queue reads them."""
 MAX_RUN_FOLDERS = 500
-SAVE_CLOCK_S = 600.0
+CLOCK_SAVE_INTERVAL_S = 600.0
 """The scheduler clock is saved this often; a change of schedulers loses at most that much."""
 REMOVAL_TIMEOUT_S = 300.0
 """The time for the files of one run; the next cleanup continues."""
 MAX_LOST_NODES = 200
 """Lost nodes that are kept: where machines come and go without leaving, each has another name."""
-STAMPS_PER_TURN = 20
+NODE_WRITES_PER_TURN = 20
 """Lost nodes whose records are written in one turn."""
 REMOVALS_PER_TURN = 4
 """Jobs whose records are removed in one turn, which keeps it short."""
@@ -62,7 +62,7 @@ class SchedulerClock:
             saved_s = float(text) if text.isdigit() and len(text) < 16 else 0.0
             self._base_s = max(saved_s, at_least)
             self._since = now
-        elif now >= self._since + SAVE_CLOCK_S:
+        elif now >= self._since + CLOCK_SAVE_INTERVAL_S:
             self._base_s += now - self._since
             self._since = now
             version = None if self._saved is None else self._saved.version
@@ -73,7 +73,7 @@ class SchedulerClock:
         return self._base_s + now - self._since
 
 
-def stamp_results(view: ClusterView, clock_s: float) -> tuple[Placement, ...]:
+def stamp_ended_placements(view: ClusterView, clock_s: float) -> tuple[Placement, ...]:
     """Pure. The placements of ended jobs that have no `ended_s` yet, with it."""
     placements = {placement.job: placement for placement in view.placements}
     stamped = []
@@ -86,7 +86,7 @@ def stamp_results(view: ClusterView, clock_s: float) -> tuple[Placement, ...]:
     return tuple(stamped)
 
 
-def stamp_nodes(view: ClusterView, clock_s: float, wall: float) -> tuple[KnownNode, ...]:
+def changed_known_nodes(view: ClusterView, clock_s: float, wall: float) -> tuple[KnownNode, ...]:
     """Pure. The records of the nodes that were lost or came back since they were written."""
     present = {status.node for status in view.nodes}
     ended = {(result.job, result.number) for result in view.results}
@@ -96,25 +96,25 @@ def stamp_nodes(view: ClusterView, clock_s: float, wall: float) -> tuple[KnownNo
             placed.setdefault(assignment.node, []).append(placement.job)
     lost = [
         replace(node, lost_s=clock_s, lost_at=wall, jobs=tuple(placed.get(node.node, ())))
-        for node in view.known
+        for node in view.known_nodes
         if node.lost_s is None and node.node not in present
     ]
     back = [
         replace(node, lost_s=None, lost_at=0.0, jobs=())
-        for node in view.known
+        for node in view.known_nodes
         if node.lost_s is not None and node.node in present
     ]
     return (*lost, *back)
 
 
-def forgotten_nodes(view: ClusterView, clock_s: float, retention_s: float) -> tuple[str, ...]:
+def nodes_to_forget(view: ClusterView, clock_s: float, retention_s: float) -> tuple[str, ...]:
     """Pure. The nodes lost more than `retention_s` ago, and the longest lost of those above MAX_LOST_NODES."""
-    lost = sorted((node.lost_s, node.node) for node in view.known if node.lost_s is not None)
+    lost = sorted((node.lost_s, node.node) for node in view.known_nodes if node.lost_s is not None)
     surplus = len(lost) - MAX_LOST_NODES
     return tuple(node for i, (lost_s, node) in enumerate(lost) if i < surplus or clock_s >= lost_s + retention_s)
 
 
-def expired(
+def expired_results(
     view: ClusterView, clock_s: float, retention_s: float, max_results: int = MAX_RESULTS
 ) -> tuple[JobResult, ...]:
     """Pure. The results older than `retention_s`, and the oldest of those above `max_results`; the oldest first."""
@@ -137,12 +137,12 @@ def remove_records(store: Store, result: JobResult, node: str, lease_s: float) -
     if lease is None:
         return False
     try:
-        return _remove(store, result, lease)
+        return _remove_under_lease(store, result, lease)
     finally:
         lease.withdraw()
 
 
-def _remove(store: Store, result: JobResult, lease: Lease) -> bool:
+def _remove_under_lease(store: Store, result: JobResult, lease: Lease) -> bool:
     key = names.SUBMISSIONS + result.job
     entry = store.read(key)
     try:
@@ -157,15 +157,15 @@ def _remove(store: Store, result: JobResult, lease: Lease) -> bool:
     removed = replace(submission, spec="", removed=True).to_json()
     if lease.put(key, removed, None if entry is None else entry.version) is None:
         return False
-    if not _remove_own_keys(store, result, lease):
+    if not _remove_rendezvous_keys(store, result, lease):
         return False
     return all(
-        _move(store, lease, prefix + result.job, kind, result.number)
+        _move_to_lease(store, lease, prefix + result.job, kind, result.number)
         for prefix, kind in ((names.PLACEMENTS, Placement), (names.RESULTS, JobResult))
     )
 
 
-def _remove_own_keys(store: Store, result: JobResult, lease: Lease) -> bool:
+def _remove_rendezvous_keys(store: Store, result: JobResult, lease: Lease) -> bool:
     """The keys of the job's own rendezvous, unless an `elasticd run` uses its name."""
     keys = Keys(result.job)
     entry = store.read(keys.round)
@@ -183,7 +183,7 @@ def _remove_own_keys(store: Store, result: JobResult, lease: Lease) -> bool:
     return True
 
 
-def _move(store: Store, lease: Lease, key: str, kind: type[Placement] | type[JobResult], number: int) -> bool:
+def _move_to_lease(store: Store, lease: Lease, key: str, kind: type[Placement] | type[JobResult], number: int) -> bool:
     """Put a record of this run under the lease that is about to end. False: it is another run's, or has changed."""
     entry = store.read(key)
     if entry is None:
@@ -237,11 +237,11 @@ def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]], now: float) -> 
         if (job, int(number)) in needed or has_processes(files):
             continue
         with contextlib.suppress(OSError):
-            ended[files.root] = _ended_at(files, now)
+            ended[files.root] = _stamp_end(files, now)
     return ended
 
 
-def _ended_at(files: JobFiles, now: float) -> float:
+def _stamp_end(files: JobFiles, now: float) -> float:
     """The time of the end, by a file that only the agent can write: a job's user could date its own into the future.
     Raises
     OSError."""

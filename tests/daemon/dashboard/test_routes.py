@@ -449,7 +449,7 @@ def test_two_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
             assert list(threads.map(submitted, range(1, 2001))).count(None) == 2000
         one.announce()
         cache = one.service.cache = StoreCache(store, print)
-        cache.watch("this test", job_queue.CACHED)
+        cache.watch("this test", job_queue.CACHED_PREFIXES)
         job_queue.cached_view(cache)
         cookie = come_in(one)
         page = lambda path: lambda: browse(one, path, cookie)  # noqa: E731

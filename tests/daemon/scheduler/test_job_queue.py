@@ -188,14 +188,14 @@ def test_cordons(store: Store) -> None:
     assert [c.reason for c in queue.read_view(store).cordons] == ["again"]
     assert queue.uncordon(store, "n1")
     assert not queue.uncordon(store, "n1")
-    assert len(queue.cordon(store, "n2", False, "x" * 10_000, "", 0.0).reason) == queue.REASON_CHARS
+    assert len(queue.cordon(store, "n2", False, "x" * 10_000, "", 0.0).reason) == queue.MAX_REASON_CHARS
 
 
 def test_record_result_bounds_the_history(store: Store) -> None:
     wants = submit(store)
     rounds = tuple(RoundSummary(n, 512, f"round {n} " + "because " * 1000) for n in range(5000))
     kept = queue.record_result(store, JobResult("llm", wants.number, "failed", 1, "r" * 9999, rounds=rounds))
-    assert [note.number for note in kept.rounds] == list(range(5000 - queue.MAX_ROUNDS, 5000))
+    assert [note.number for note in kept.rounds] == list(range(5000 - queue.MAX_RESULT_ROUNDS, 5000))
     assert kept.rounds[0].reason.startswith("round 4800 because")
     found = store.read(names.RESULTS + "llm")
     assert len(found.value) < 60_000
@@ -204,7 +204,7 @@ def test_record_result_bounds_the_history(store: Store) -> None:
 
 def test_result_overwritten_with_garbage_still_holds(store: Store) -> None:
     """Else the job would count as unfinished, take its slots again, and send running jobs away."""
-    cache = StoreCache(store, queue.ignore)
+    cache = StoreCache(store, queue.ignore_sentence)
     submit(store, "job", cache=cache)
     result = queue.cancel(store, "job", "ann", 7.0)
     assert queue.read_view(store, cache=cache).results == (result,)
@@ -226,7 +226,7 @@ def test_read_view_decodes_a_record_once(store: Store, monkeypatch: pytest.Monke
         return keys.decode_record(kind, key, value)
 
     monkeypatch.setattr(cache_module, "decode_record", counted)
-    cache = StoreCache(store, queue.ignore)
+    cache = StoreCache(store, queue.ignore_sentence)
     made = [submit(store, f"job{i}", token=f"token{i}") for i in range(5)]
     decoded.clear()
     assert set(queue.read_view(store, cache=cache).submissions) == set(made)

@@ -145,13 +145,13 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
     used = [(at.node, slot) for p in placed.values() for at in p.assignments for slot in at.slots]
     assert len(used) == len(set(used)), "no slot twice"
     strange = {(at.node, slot) for p in then.orphaned() for at in p.assignments for slot in at.slots}
-    running = {(c.node, r.job, r.number) for c in (*view.nodes, *view.absent) for r in c.runners}
+    running = {(c.node, r.job, r.number) for c in (*view.nodes, *view.absent_nodes) for r in c.runners}
     for p in placed.values():
         for at in p.assignments:
             taken = strange & {(at.node, slot) for slot in at.slots}
             assert not taken or (at.node, p.job, p.number) in running, "an orphaned placement keeps its slots"
     here = {c.node: c for c in view.nodes}
-    absent = {c.node: c for c in view.absent}
+    absent = {c.node: c for c in view.absent_nodes}
     emptied = {c.node for c in view.cordons if c.drain}
     for wants in view.unfinished():
         mine = placed[wants.job]
@@ -241,12 +241,12 @@ def test_absent_node_moves_no_job(view: ClusterView, name: str, drained_elsewher
     status = next((c for c in view.nodes if c.node == name), None)
     assume(status is not None)
     assert status is not None
-    absent = replace(view, nodes=tuple(c for c in view.nodes if c is not status), absent=(status,))
+    absent = replace(view, nodes=tuple(c for c in view.nodes if c is not status), absent_nodes=(status,))
     then = after(absent)
     for job, placement in live(view).items():
         if placement.assignments:
             assert live(then)[job].assignments[: len(placement.assignments)] == placement.assignments
-    back = after(replace(then, nodes=(*then.nodes, status), absent=()))
+    back = after(replace(then, nodes=(*then.nodes, status), absent_nodes=()))
     for job, placement in live(then).items():
         assert live(back)[job].assignments[: len(placement.assignments)] == placement.assignments
 
@@ -338,7 +338,7 @@ def test_job_that_every_node_refused_is_named_with_their_reasons() -> None:
     assert jobs_refused_everywhere(then) == {("a", 1): "n1 refused it: no script"}
     assert jobs_refused_everywhere(replace(then, cordons=(Cordon("n1", False, "repair"),))) == {}
     assert jobs_refused_everywhere(replace(then, nodes=(*then.nodes, NodeStatus("n2", "i", 4)))) == {}, "n2 may run it"
-    assert jobs_refused_everywhere(replace(then, absent=(NodeStatus("n2", "i", 4),))) == {}
+    assert jobs_refused_everywhere(replace(then, absent_nodes=(NodeStatus("n2", "i", 4),))) == {}
 
 
 def test_job_that_needs_more_nodes_than_refuse_it_waits_for_them() -> None:

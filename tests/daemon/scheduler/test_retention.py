@@ -20,7 +20,7 @@ from elasticd_daemon import keys as names
 from elasticd_daemon.records import JobResult, NodeStatus, Placement, Submission
 from elasticd_daemon.scheduler import job_queue as queue
 from elasticd_daemon.scheduler import retention as ended
-from elasticd_daemon.scheduler.scheduler import REFRESH_S, Scheduler
+from elasticd_daemon.scheduler.scheduler import REREAD_S, Scheduler
 from tests.daemon.stores import Clock, InterruptedStore
 
 HOUR = 3600.0
@@ -82,7 +82,7 @@ def test_records_expire_after_the_retention_time() -> None:
     over.memory.compare_and_swap("/other/llm", None, b"foreign")
     over.turns(99)
     assert over.jobs() == {"llm"}
-    sentences = over.turns(REFRESH_S + 3)
+    sentences = over.turns(REREAD_S + 3)
     assert sentences == ["the records of job llm, number 1, were removed"]
     assert over.left() - before == {Keys("llmer").round, "/other/llm"}
     assert over.memory.read(names.CLEANUP_LEASE) is None
@@ -173,7 +173,7 @@ def test_expired_job_that_never_ran() -> None:
     queue.cancel(over.memory, "huge", "", 0.0)
     over.turns(5)
     assert over.jobs() == {"huge"}
-    over.turns(7 + REFRESH_S)
+    over.turns(7 + REREAD_S)
     assert not over.left()
 
 
@@ -186,7 +186,7 @@ def test_records_that_cannot_be_removed() -> None:
     for job in broken:
         found = over.memory.read(names.SUBMISSIONS + job)
         assert over.memory.compare_and_swap(names.SUBMISSIONS + job, found.version, b"{")
-    over.turns(20 + REFRESH_S)
+    over.turns(20 + REREAD_S)
     assert {e.job for e in queue.read_view(over.memory).results} == set(broken)
     over.store.requests.clear()
     over.turns(300)
@@ -201,7 +201,7 @@ def test_expired_result_without_submission() -> None:
     over = Queue(retention_s=10.0)
     over.run("llm")
     over.memory.delete(names.SUBMISSIONS + "llm")
-    over.turns(12 + REFRESH_S)
+    over.turns(12 + REREAD_S)
     assert not over.left()
 
 
@@ -390,5 +390,5 @@ def test_stamp_results_with_placements_of_other_runs() -> None:
         placements=(Placement("j", 3, (), "pending"), Placement("k", 9, (), "pending")),
         results=(JobResult("j", 5, "cancelled", 143, "cancelled"), JobResult("k", 5, "failed", 1, "")),
     )
-    (seen,) = ended.stamp_results(view, 7.0)
+    (seen,) = ended.stamp_ended_placements(view, 7.0)
     assert (seen.job, seen.number, seen.ended_s, seen.reason) == ("j", 5, 7.0, "cancelled")

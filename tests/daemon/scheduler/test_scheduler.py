@@ -20,7 +20,7 @@ from elasticd_daemon.records import KnownNode, NodeStatus, Placement, RunnerStat
 from elasticd_daemon.registration import NodeStatusPublisher
 from elasticd_daemon.scheduler import job_queue as queue
 from elasticd_daemon.scheduler import retention
-from elasticd_daemon.scheduler.scheduler import BOOT_S, REFRESH_S, Scheduler
+from elasticd_daemon.scheduler.scheduler import BOOT_GRACE_S, REREAD_S, Scheduler
 from tests.daemon.stores import Clock, InterruptedStore
 from tests.etcd import etcd_servers
 
@@ -68,7 +68,7 @@ class Fleet:
 
     @property
     def who(self) -> list[str]:
-        return [node for node, scheduler in self.schedulers.items() if scheduler.is_leader]
+        return [node for node, scheduler in self.schedulers.items() if scheduler.holds_key]
 
 
 def unavailable(n: int, verb: str, key: str) -> None:
@@ -119,7 +119,7 @@ def test_job_that_every_node_refuses_fails_with_their_reasons(trained: bool, boo
         fleet.turn()
     why = "every node refused it for 30 s: a and b refused it: train.py does not exist"
     assert results() == ([why] if booted and not trained else [])
-    for _ in range(int(BOOT_S)):
+    for _ in range(int(BOOT_GRACE_S)):
         fleet.turn()
     assert results() == ([] if trained else [why])
 
@@ -144,7 +144,7 @@ def test_idle_turn_only_renews_the_lease() -> None:
     fleet.turn()
     fleet.turn()
     fleet.stores["a"].requests.clear()
-    turns = int(REFRESH_S) - 5
+    turns = int(REREAD_S) - 5
     for _ in range(turns):
         assert fleet.turn() == []
     assert {verb for verb, _ in fleet.stores["a"].requests} == {"renew"}
@@ -158,7 +158,7 @@ def test_idle_turn_only_renews_the_lease() -> None:
 def test_changes_are_signalled() -> None:
     fleet = Fleet("a")
     called: list[int] = []
-    fleet.schedulers["a"] = Scheduler(fleet.memory, "a", "i", changed=lambda: called.append(1))
+    fleet.schedulers["a"] = Scheduler(fleet.memory, "a", "i", on_change=lambda: called.append(1))
     fleet.turn()
     called.clear()
     fleet.memory.compare_and_swap(Keys("llm").done(1) + "a", None, b"")
@@ -279,20 +279,20 @@ def test_silent_watches_cost_only_time() -> None:
     fleet.stores["a"].watches_silent = True
     fleet.turn()
     fleet.submit("llm")
-    for _ in range(int(REFRESH_S)):
+    for _ in range(int(REREAD_S)):
         fleet.turn()
     assert fleet.nodes("llm") == ["a"]
     fleet.stores["a"].requests.clear()
     fleet.turn()
     assert "write" not in {verb for verb, _ in fleet.stores["a"].requests}, "its own writes are known"
     fleet.submit("next", (1, 1), (4, 4))
-    for _ in range(int(REFRESH_S)):
+    for _ in range(int(REREAD_S)):
         fleet.turn()
     found = fleet.memory.read(names.PLACEMENTS + "next")
     mine = Placement("next", 2, (), "another process wrote this").to_json()
     assert fleet.memory.compare_and_swap(names.PLACEMENTS + "next", found.version, mine)
     queue.cancel(fleet.memory, "llm", "", 0.0)
-    for _ in range(int(REFRESH_S) + 1):
+    for _ in range(int(REREAD_S) + 1):
         fleet.turn()
     assert fleet.nodes("next") == ["a"]
 
@@ -300,7 +300,7 @@ def test_silent_watches_cost_only_time() -> None:
     fleet.stores["b"].watches_silent = True
     fleet.turn()
     fleet.schedulers.pop("a").close()
-    for _ in range(int(REFRESH_S)):
+    for _ in range(int(REREAD_S)):
         fleet.turn()
     assert fleet.who == ["b"]
 
@@ -502,7 +502,7 @@ def test_two_schedulers_on_etcd(until: Until) -> None:
                 return "another agent is the scheduler now" in one.turn(0.2)
 
             until(noticed, 60.0)
-            assert not one.is_leader
+            assert not one.holds_key
             assert "next" not in {p.job for p in queue.read_view(stores[0]).placements}
             until(lambda: "job next: runs on a (slots 2-3)" in two.turn(0.3), 60.0)
             assert {p.job: p.assignments for p in queue.read_view(stores[0]).placements} == {
@@ -563,5 +563,5 @@ def test_lost_node_is_shown_until_it_is_back_or_long_gone(monkeypatch: pytest.Mo
 
 def test_lost_nodes_are_bounded_by_number() -> None:
     lost = tuple(KnownNode(f"spot-{at:03}", lost_s=float(at)) for at in range(retention.MAX_LOST_NODES + 2))
-    view = queue.ClusterView(known=lost)
-    assert retention.forgotten_nodes(view, 300.0, retention.RETENTION_S) == ("spot-000", "spot-001")
+    view = queue.ClusterView(known_nodes=lost)
+    assert retention.nodes_to_forget(view, 300.0, retention.RETENTION_S) == ("spot-000", "spot-001")
