@@ -14,7 +14,7 @@ from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.metrics import RUNNER_EXITS, RUNNER_STARTS, NodeMetrics
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
-from elasticd_daemon.runners.spawn import NotAllowed, SpecBuilder
+from elasticd_daemon.runners.spawn import NodeRefusesJob, SpecBuilder
 from elasticd_daemon.runners.spec import RunnerSpec
 
 RETRY_S = 10.0
@@ -80,7 +80,7 @@ class Executor:
             return None
         try:
             return self.runners.start(spec, account, self.specs.secrets(), self.specs.cgroup_limits(spec))
-        except NotAllowed as error:
+        except NodeRefusesJob as error:
             self.record_end(self.runners.refuse(spec, account, str(error)), now)
             return None
 

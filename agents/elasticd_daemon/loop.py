@@ -278,7 +278,7 @@ class NodeLoop:
             self._executor.record_end(end, now)
         statuses = parts.runners.statuses()
         adopted = [key for key in statuses if not self._executor.has_started(key)]
-        for failure in self._job_failures.update(statuses, adopted, parts.runners.users()):
+        for failure in self._job_failures.update(statuses, adopted, parts.runners.job_uids()):
             parts.health.record_job_failure(failure)
         self._update_status(self.status.runners)
         self._sync_with_store(now)
@@ -357,7 +357,7 @@ class NodeLoop:
 
     def _resubmit_missing(self, now: float) -> None:
         """Register running jobs in a store that came back empty, after all nodes had time to reconnect."""
-        missing = self._plan(now).missing
+        missing = self._plan(now).missing_from_store
         if not missing:
             self._missing_since = None
             return

@@ -14,7 +14,7 @@ from elasticd_daemon.executor import RETRY_S, Executor
 from elasticd_daemon.metrics import NodeMetrics
 from elasticd_daemon.records import Submission
 from elasticd_daemon.runners.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
-from elasticd_daemon.runners.spawn import NotAllowed
+from elasticd_daemon.runners.spawn import NodeRefusesJob
 from elasticd_daemon.runners.spec import RunnerSpec, exit_for
 
 JOB = '{"command": ["train.py"], "workdir": "/"}'
@@ -88,7 +88,7 @@ def test_start() -> None:
     "runners",
     [
         FakeRunners(account_fails=UsageError("user 'x' does not exist")),
-        FakeRunners(start_fails=NotAllowed("user 'x' may not")),
+        FakeRunners(start_fails=NodeRefusesJob("user 'x' may not")),
     ],
     ids=["no such user", "python out of reach"],
 )
@@ -105,7 +105,7 @@ def test_refusal(runners: FakeRunners) -> None:
     [
         FakeRunners(start_fails=FULL),
         FakeRunners(account_fails=UsageError("user 'x' does not exist"), refuse_fails=FULL),
-        FakeRunners(start_fails=NotAllowed("user 'x' may not"), refuse_fails=FULL),
+        FakeRunners(start_fails=NodeRefusesJob("user 'x' may not"), refuse_fails=FULL),
     ],
     ids=["to start", "to refuse", "to refuse after the start"],
 )

@@ -122,10 +122,10 @@ def test_missing_records_stop_no_runner(view: ClusterView) -> None:
 
 
 def test_running_jobs_missing_from_the_store() -> None:
-    assert [spec.job for spec in plan(ClusterView(), runner()).missing] == ["a"]
-    assert not plan(ClusterView(), runner(state="leaving")).missing
+    assert [spec.job for spec in plan(ClusterView(), runner()).missing_from_store] == ["a"]
+    assert not plan(ClusterView(), runner(state="leaving")).missing_from_store
     for view in (ClusterView(submissions=(submission(),)), ClusterView(results=(JobResult("a", 1, "failed", 1, ""),))):
-        assert not plan(view, runner()).missing
+        assert not plan(view, runner()).missing_from_store
 
 
 def test_slots_in_use_are_not_assigned_twice() -> None:

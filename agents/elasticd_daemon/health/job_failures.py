@@ -14,7 +14,7 @@ from typing import Any
 
 from elasticd_agent.model.phrases import plural
 
-Key = tuple[str, int]
+RunKey = tuple[str, int]
 MAX_CHARS = 1000
 """The limit of a sentence: it becomes part of the node status, and the runner belongs to the job's user."""
 
@@ -24,16 +24,16 @@ class JobFailures:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._counts: dict[Key, dict[int, int]] = {}
+        self._counts: dict[RunKey, dict[int, int]] = {}
         self._last_user: int | None = None
 
     def update(
         self,
-        statuses: Mapping[Key, Mapping[str, Any]],
-        adopted: Iterable[Key] = (),
-        users: Mapping[Key, int | None] = MappingProxyType({}),
+        statuses: Mapping[RunKey, Mapping[str, Any]],
+        adopted: Iterable[RunKey] = (),
+        uids: Mapping[RunKey, int | None] = MappingProxyType({}),
     ) -> list[str]:
-        """`statuses`: the last one of each runner here; `users` of all of them. A sentence for each new quarantine.
+        """`statuses`: the last one of each runner here; `uids` of all of them. A sentence for each new quarantine.
 
         While several users have jobs here, further ones of the user that had the last one are left out.
         """
@@ -45,8 +45,8 @@ class JobFailures:
                 continue
             before = self._counts.get(key, now if key in set(adopted) else {})
             new = sorted(slot for slot, count in now.items() if count > before.get(slot, 0))
-            user = users.get(key)
-            if new and not (user == self._last_user and len({*users.values()}) > 1):
+            user = uids.get(key)
+            if new and not (user == self._last_user and len({*uids.values()}) > 1):
                 self._last_user = user
                 slots = f"{plural(len(new), 'slot')} {', '.join(map(str, new))}"
                 reason = f"job {key[0]}, round {status.get('round')} quarantined {slots}: {status.get('reason', '')}"

@@ -18,10 +18,10 @@ from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_daemon.records import RoundSummary
 from elasticd_daemon.runners.spec import MAX_EXIT_ROUNDS
 
-FINE_S = 2.0
-FINE_POINTS = 300
+FINE_INTERVAL_S = 2.0
+MAX_FINE_POINTS = 300
 """The last ten minutes, a point every two seconds."""
-COARSE_POINTS = 256
+MAX_COARSE_POINTS = 256
 """The points of the whole run, at most: at this number every second one is removed, and the interval is doubled."""
 
 Point = tuple[float, int, int]
@@ -34,10 +34,10 @@ _NumberedPoint = tuple[int, Point]
 class StepTrack:
     """The step at each time: the whole run coarsely, the last minutes finely. Written by one thread, read by others."""
 
-    _fine: deque[_NumberedPoint] = field(default_factory=lambda: deque(maxlen=FINE_POINTS))
+    _fine: deque[_NumberedPoint] = field(default_factory=lambda: deque(maxlen=MAX_FINE_POINTS))
     _coarse: list[_NumberedPoint] = field(default_factory=list)
     _count: int = 0
-    _every_s: float = FINE_S
+    _coarse_interval_s: float = FINE_INTERVAL_S
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, wall: float, round: int, step: int) -> None:
@@ -45,15 +45,15 @@ class StepTrack:
         with self._lock:
             self._count += 1
             point = (self._count, (wall, round, step))
-            if _due(self._fine, point, FINE_S):
+            if _due(self._fine, point, FINE_INTERVAL_S):
                 self._fine.append(point)
-            if _due(self._coarse, point, self._every_s):
+            if _due(self._coarse, point, self._coarse_interval_s):
                 self._coarse.append(point)
-                if len(self._coarse) >= COARSE_POINTS:
+                if len(self._coarse) >= MAX_COARSE_POINTS:
                     # The newest point is kept: the next interval is measured from it.
                     self._coarse = self._coarse[-1::-2][::-1]
                     span = self._coarse[-1][1][0] - self._coarse[0][1][0]
-                    self._every_s = max(FINE_S, span / len(self._coarse))
+                    self._coarse_interval_s = max(FINE_INTERVAL_S, span / len(self._coarse))
 
     def points(self) -> list[Point]:
         """The points in the order of recording, each once."""
@@ -70,7 +70,7 @@ def _due(before: Sequence[_NumberedPoint], point: _NumberedPoint, every_s: float
     return round != last_round or not 0 <= now - then < every_s
 
 
-class RecentRounds:
+class JobHistorySink:
     """An event sink that forwards everything to `log`."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class RunnerMetrics(metrics.Metrics):
         super().__init__(job, node, version)
         self.step_track = StepTrack()
 
-    def course(self) -> dict[str, Any]:
+    def status_fields(self) -> dict[str, Any]:
         """The job's course for an answer to `status`."""
         return {
             "steps_per_second": self.steps_per_second,

@@ -24,22 +24,22 @@ from elasticd_agent.system.processes.process import (
 )
 
 OWNER_COMM = b"elasticd-owner"
-GRACE_S = 25.0
+OWNER_GRACE_S = 25.0
 """The time for the owner of a killed runner to end the workers and to remove their shared memory."""
-PAUSE_S = 1.0
+KILL_RETRY_S = 1.0
 """Between attempts to kill processes that survive SIGKILL."""
 
 
-def fork_runner(lock: int, others: Iterable[int]) -> int:
+def fork_runner(keeper_lock: int, runner_fds: Iterable[int]) -> int:
     """Fork: return in the child, which becomes the runner, with the keeper's pid. The keeper itself never returns.
 
-    `lock`: the keeper's, closed in the child. `others`: descriptors of the runner's, closed in the keeper.
+    `keeper_lock` is closed in the child, `runner_fds` in the keeper.
     """
     keeper = os.getpid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     runner = os.fork()
     if not runner:
-        os.close(lock)
+        os.close(keeper_lock)
         os.setsid()
         return keeper
     code = 1
@@ -47,26 +47,26 @@ def fork_runner(lock: int, others: Iterable[int]) -> int:
         prctl(PR_SET_NAME, b"elasticd-keeper")
         for signum in IGNORED_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        for fd in others:
+        for fd in runner_fds:
             os.close(fd)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(nowhere, stream)
-        code = _wait_for_all(runner)
+        code = _wait_and_kill_remnants(runner)
     finally:
         os._exit(code)
 
 
-def _wait_for_all(runner: int) -> int:
+def _wait_and_kill_remnants(runner: int) -> int:
     """Until no process of the job is left. The runner's exit code."""
     pid, status = 0, 0
     while pid != runner:
         pid, status = os.waitpid(-1, 0)
-    until = time.monotonic() + GRACE_S
+    until = time.monotonic() + OWNER_GRACE_S
     while time.monotonic() < until and OWNER_COMM in [procfs.read(f"/proc/{pid}/comm").strip() for pid in children()]:
         reap_children()
         time.sleep(0.02)
     while children():
-        end_children(PAUSE_S)
-        time.sleep(PAUSE_S if children() else 0.0)
+        end_children(KILL_RETRY_S)
+        time.sleep(KILL_RETRY_S if children() else 0.0)
     return max(0, os.waitstatus_to_exitcode(status))

@@ -19,18 +19,20 @@ from elasticd_agent.system.files import open_plain
 from elasticd_agent.system.processes import procfs
 from elasticd_daemon.job_dir import JobFiles
 
-OWNER_BYTES = 80
+IDENTITY_BYTES = 80
 """A constant length, so that one write replaces an identity, also on a full disk."""
-REASON_BYTES = 2000
+MAX_REASON_BYTES = 2000
 """After the identity: why the agent stops the owner, in one line."""
+ScanComplete = bool
+"""False: we may not look at all processes of the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """`started` is in ticks since `boot`."""
+    """`start_ticks` count from `boot`."""
 
     pid: int
-    started: int
+    start_ticks: int
     boot: str
 
     @classmethod
@@ -44,7 +46,7 @@ class ProcessIdentity:
         return ProcessIdentity.of(self.pid) == self
 
     def __str__(self) -> str:
-        return f"{self.pid} {self.started} {self.boot}"
+        return f"{self.pid} {self.start_ticks} {self.boot}"
 
     @classmethod
     def parse(cls, text: str) -> ProcessIdentity | None:
@@ -82,19 +84,19 @@ def write_owner(path: Path, pid: int | None = None) -> None:
     """Write the owner's identity into the locked file: this process, or `pid`."""
     named = ProcessIdentity.of(os.getpid() if pid is None else pid)
     with contextlib.suppress(OSError):  # a full disk: the lock is sufficient
-        _write(path, f"{named}\n".ljust(OWNER_BYTES).encode(), 0)
+        _write(path, f"{named}\n".ljust(IDENTITY_BYTES).encode(), 0)
 
 
-def write_reason(path: Path, why: str) -> None:
+def write_stop_reason(path: Path, why: str) -> None:
     """Write into the lock why its owner gets a SIGTERM; "": nobody wants it to end. Raises OSError."""
-    line = " ".join(why.split()).encode(errors="backslashreplace")[: REASON_BYTES - 1] + b"\n"
-    _write(path, line, OWNER_BYTES)
+    line = " ".join(why.split()).encode(errors="backslashreplace")[: MAX_REASON_BYTES - 1] + b"\n"
+    _write(path, line, IDENTITY_BYTES)
 
 
-def read_reason(lock: int) -> str:
-    """The reason that `write_reason` wrote; "" if there is none."""
+def read_stop_reason(lock: int) -> str:
+    """The reason that `write_stop_reason` wrote; "" if there is none."""
     with contextlib.suppress(OSError):
-        line, newline, _ = os.pread(lock, REASON_BYTES, OWNER_BYTES).partition(b"\n")
+        line, newline, _ = os.pread(lock, MAX_REASON_BYTES, IDENTITY_BYTES).partition(b"\n")
         return line.decode(errors="replace") if newline else ""
     return ""
 
@@ -107,17 +109,17 @@ def _write(path: Path, data: bytes, offset: int) -> None:
         os.close(fd)
 
 
-def is_locked(path: Path, *, exclusive: bool = False) -> bool:
-    """True while a process has the lock, with `exclusive` also a shared one, or if that cannot be determined."""
+def is_locked(path: Path, *, or_shared: bool = False) -> bool:
+    """True while a process has the lock, with `or_shared` also a shared one, or if that cannot be determined."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags | (os.O_RDWR if exclusive else os.O_RDONLY))
+        fd = os.open(path, flags | (os.O_RDWR if or_shared else os.O_RDONLY))
     except OSError as error:
         return error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return False
-        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_EX if or_shared else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:
@@ -134,21 +136,18 @@ def lock_owner(path: Path) -> ProcessIdentity | None:
     """The process named in the file, if it is alive."""
     try:
         with open(open_plain(path, os.O_RDONLY), "rb") as file:
-            named = ProcessIdentity.parse(file.read(OWNER_BYTES).decode("ascii", "replace"))
+            named = ProcessIdentity.parse(file.read(IDENTITY_BYTES).decode("ascii", "replace"))
     except OSError:
         return None
     return named if named is not None and named.alive else None
 
 
-def find_unnamed_owner(path: Path, name: bytes, user: int) -> tuple[ProcessIdentity | None, bool]:
-    """The owner of a lock without an identity: the oldest process of this name and user that has the lock.
-
-    False: there may be one at which we may not look.
-    """
+def find_unnamed_owner(path: Path, name: bytes, user: int) -> tuple[ProcessIdentity | None, ScanComplete]:
+    """The owner of a lock without an identity: the oldest process of this name and user that has the lock."""
     pids, complete = processes_with_lock(path, user)
     candidates = [pid for pid in pids if procfs.read(f"/proc/{pid}/comm").strip() == name]
     named = [process for process in map(ProcessIdentity.of, candidates) if process is not None]
-    return min(named, key=lambda process: process.started, default=None), complete
+    return min(named, key=lambda process: process.start_ticks, default=None), complete
 
 
 def process_user(pid: int) -> int | None:
@@ -159,18 +158,18 @@ def process_user(pid: int) -> int | None:
     return None
 
 
-def processes_with_lock(path: Path, user: int) -> tuple[list[int], bool]:
-    """This user's processes with a copy of the lock's descriptor; False: we may not look at all of his processes."""
+def processes_with_lock(path: Path, user: int) -> tuple[list[int], ScanComplete]:
+    """This user's processes with a copy of the lock's descriptor."""
     pids: list[int] = []
     complete = True
-    locked = _kernel_name(path)
+    locked = _kernel_file_id(path)
     if locked is None:
         return pids, False
     for pid in procfs.all_pids():
         if process_user(pid) != user:
             continue
         try:
-            if any(_locked_file(pid, fd, b"FLOCK") == locked for fd in os.listdir(f"/proc/{pid}/fd")):
+            if any(_locked_file_id(pid, fd, b"FLOCK") == locked for fd in os.listdir(f"/proc/{pid}/fd")):
                 pids.append(pid)
         except PermissionError:
             complete = False
@@ -179,7 +178,7 @@ def processes_with_lock(path: Path, user: int) -> tuple[list[int], bool]:
     return pids, complete
 
 
-def _kernel_name(path: Path) -> bytes | None:
+def _kernel_file_id(path: Path) -> bytes | None:
     """The name of the file in /proc; None: it shows no locks. It may differ from the device of `stat`, as with
     btrfs.
     """
@@ -189,14 +188,14 @@ def _kernel_name(path: Path) -> bytes | None:
         return None
     try:
         fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody else uses this kind of lock
-        return _locked_file(os.getpid(), fd, b"POSIX")
+        return _locked_file_id(os.getpid(), fd, b"POSIX")
     except OSError:
         return None
     finally:
         os.close(fd)
 
 
-def _locked_file(pid: int, fd: int | str, kind: bytes) -> bytes | None:
+def _locked_file_id(pid: int, fd: int | str, kind: bytes) -> bytes | None:
     """The file on which this descriptor has a lock. `stat` of it would wait for a file system that is dead."""
     for line in procfs.read(f"/proc/{pid}/fdinfo/{fd}").splitlines():
         match line.split():

@@ -47,7 +47,7 @@ from elasticd_daemon.config.allow_lists import path_refusal
 from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.keys import RUNNER_COMM
 from elasticd_daemon.runners import liveness
-from elasticd_daemon.runners.history import RecentRounds, RunnerMetrics
+from elasticd_daemon.runners.history import JobHistorySink, RunnerMetrics
 from elasticd_daemon.runners.keeper import fork_runner
 from elasticd_daemon.runners.spawn import Account, become, check_interpreter
 from elasticd_daemon.runners.spec import (
@@ -97,11 +97,11 @@ def job(argv: Sequence[str]) -> int:
                 return 1
     except (OSError, WireError) as error:
         raise UsageError(f"{files.runner_spec}: {error}") from None
-    write_to_log(files)
+    redirect_output_to_log(files)
     return run_to_end(spec, secrets, files, (lock, *code_lock), account)
 
 
-def write_to_log(files: JobFiles) -> None:
+def redirect_output_to_log(files: JobFiles) -> None:
     """Our output is the agent's until now; the log is opened as the job's user, whose folder may hold any link."""
     with contextlib.suppress(OSError):
         if files.output.stat().st_size > MAX_LOG_BYTES:
@@ -136,7 +136,7 @@ def run_to_end(
         reserve_exit_space(files)
     except OSError as error:
         _print(f"{files.root}: {error.strerror}; the job runs anyway")
-    history = RecentRounds()
+    history = JobHistorySink()
     try:
         if account is not None:
             check_interpreter(account)
@@ -185,7 +185,7 @@ def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFile
 
 
 def _run(
-    runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RecentRounds
+    runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: JobHistorySink
 ) -> int:
     spec, policy, settings = checked_model(runner_spec, secrets, files)
     context = RunContext(
@@ -194,7 +194,7 @@ def _run(
         pauses_before_stop=True,
         leave_within_s=runner_spec.drain_timeout_s,
         on_runtime_dir=lambda runtime: replace_link(files.runtime, runtime),
-        stop_reason=lambda: liveness.read_reason(locks[0]),
+        stop_reason=lambda: liveness.read_stop_reason(locks[0]),
         own_code=len(locks) > 1,
     )
     try:
@@ -217,7 +217,7 @@ class RunnerReporting(Reporting):
         runtime: Path,
         *,
         runner_spec: RunnerSpec,
-        history: RecentRounds,
+        history: JobHistorySink,
     ) -> None:
         self._runner_spec = runner_spec
         self._history = history
@@ -252,14 +252,14 @@ class RunnerReporting(Reporting):
             return fields | {"alone": alone} | self._about
 
         def poll(_: Mapping[str, Any]) -> Mapping[str, Any]:
-            watchdog.contacted()
+            watchdog.record_contact()
             return brief()
 
         def full(_: Mapping[str, Any]) -> Mapping[str, Any]:
-            return {**status(), **self._about, **self._metrics.course()}
+            return {**status(), **self._about, **self._metrics.status_fields()}
 
         def leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            stop(str(request.get("why") or "a stop was requested")[: liveness.REASON_BYTES])
+            stop(str(request.get("why") or "a stop was requested")[: liveness.MAX_REASON_BYTES])
             return brief()
 
         return {
@@ -271,7 +271,7 @@ class RunnerReporting(Reporting):
 
 
 class AgentWatchdog:
-    """Calls `leave` once after `timeout_s` without `contacted`; time in which this process was stopped is excluded."""
+    """Calls `leave` once after `timeout_s` without `record_contact`, except time in which this process was stopped."""
 
     def __init__(self, timeout_s: float, leave: Callable[[str], None]) -> None:
         self._timeout_s = timeout_s
@@ -281,7 +281,7 @@ class AgentWatchdog:
         self._thread = threading.Thread(target=self._run, name="elasticd-agent-watchdog", daemon=True)
         self._thread.start()
 
-    def contacted(self) -> None:
+    def record_contact(self) -> None:
         """Note that an agent has asked."""
         self._contact_at = time.monotonic()
 

@@ -42,23 +42,23 @@ from elasticd_agent.system.processes import cgroups, procfs
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.keys import RUNNER_COMM
 from elasticd_daemon.runners import liveness
-from elasticd_daemon.runners.liveness import ProcessIdentity
+from elasticd_daemon.runners.liveness import ProcessIdentity, ScanComplete
 from elasticd_daemon.runners.poller import RunnersPoller, ask_runner
 from elasticd_daemon.runners.reconcile import LocalRunner, RunnerEnd
-from elasticd_daemon.runners.spawn import Account, NotAllowed, missing_capability, spawn
+from elasticd_daemon.runners.spawn import Account, NodeRefusesJob, missing_capability, spawn
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, exit_for, read_exit, read_spec
 
 KILL_AFTER_SIGTERM_S = 5.0
 """The time from the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
-APART_S = 2 * TOGETHER_S
+MIN_SIGTERM_INTERVAL_S = 2 * TOGETHER_S
 """The least time between two SIGTERMs to a runner: on a busy machine it may receive the first one late."""
 REMNANT_GRACE_S = 25.0
 """The time for the owner of a killed runner to end its processes; after it they are killed from here."""
-EMPTY_SCANS = 2
+EMPTY_SCANS_NEEDED = 2
 """Scans of /proc, as far apart as that: one may miss a process that is forked meanwhile, two in a row do not."""
-SPEC_FROM_RUNNER_S = 2.0
+SPEC_REQUEST_TIMEOUT_S = 2.0
 """The time for all runners with unreadable specs together to report what they run."""
-SIGN_GRACE_S = 1.0
+IDENTITY_GRACE_S = 1.0
 """A runner writes its identity at once; if it is still missing, the disk was full or the file is damaged."""
 
 
@@ -76,8 +76,8 @@ class ManagedRunner:
     child: subprocess.Popen[bytes] | None = None  #: the runner, or its keeper
     keeper: ProcessIdentity | None = None
     """The keeper of an adopted runner: it may be our child from before an exec of ourselves."""
-    is_missing: bool = False  #: the lock names no live process, and none that has it is a runner
-    search_owner_at: float = field(default_factory=lambda: time.monotonic() + SIGN_GRACE_S)
+    process_not_found: bool = False  #: the lock names no live process, and none that has it is a runner
+    search_owner_at: float = field(default_factory=lambda: time.monotonic() + IDENTITY_GRACE_S)
     leave_deadline: float | None = None
     kill_at: float | None = None
     remnants_deadline: float | None = None
@@ -87,12 +87,12 @@ class ManagedRunner:
     another user's process, or a process that has it was being forked during the scan of /proc."""
     process_tree: tuple[ProcessIdentity, ...] = ()
     last_status: Mapping[str, Any] | None = None
-    user: int | None = field(init=False, default=None)
-    """The job's: the owner of its folder, which only the agent can replace."""
+    job_uid: int | None = field(init=False, default=None)
+    """The owner of its folder, which only the agent can replace."""
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError):
-            self.user = self.files.root.stat().st_uid
+            self.job_uid = self.files.root.stat().st_uid
 
     @property
     def key(self) -> tuple[str, int]:
@@ -108,7 +108,7 @@ class ManagedRunner:
             return self.child.poll() is None
         if self.process is None:
             # Its identity is not written yet, or could not be.
-            return not self.is_missing and liveness.has_processes(self.files)
+            return not self.process_not_found and liveness.has_processes(self.files)
         with contextlib.suppress(ChildProcessError):  # our child from before an exec of ourselves
             os.waitpid(self.process.pid, os.WNOHANG)
         if self.pidfd is None:
@@ -129,7 +129,7 @@ class ManagedRunner:
             self.child.wait()
         elif self.keeper is not None:
             stat = procfs.stat(self.keeper.pid)
-            if stat is not None and stat.started == self.keeper.started:
+            if stat is not None and stat.started == self.keeper.start_ticks:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self.keeper.pid, 0)
 
@@ -173,17 +173,17 @@ class RunnerManager:
         """The last status of each runner that has answered, by job and number."""
         return {runner.key: runner.last_status for runner in self._runners.values() if runner.last_status is not None}
 
-    def users(self) -> dict[tuple[str, int], int | None]:
+    def job_uids(self) -> dict[tuple[str, int], int | None]:
         """The users of the jobs here."""
-        return {runner.key: runner.user for runner in self._runners.values()}
+        return {runner.key: runner.job_uid for runner in self._runners.values()}
 
     def adopt(self) -> list[RunnerEnd]:
         """Take over the runners of an earlier agent. Returns those that have ended meanwhile."""
         ends: list[RunnerEnd] = []
-        until = time.monotonic() + SPEC_FROM_RUNNER_S
-        for folder in sorted(self._folders()):
+        until = time.monotonic() + SPEC_REQUEST_TIMEOUT_S
+        for folder in sorted(self._run_folders()):
             files = JobFiles(folder)
-            spec = self._adoptable(files, until)
+            spec = self._adoptable_spec(files, until)
             if spec is None:
                 continue
             runner = ManagedRunner(spec, files)
@@ -199,11 +199,11 @@ class RunnerManager:
         cgroups.remove_empty_groups()
         return ends
 
-    def _adoptable(self, files: JobFiles, until: float) -> RunnerSpec | None:
+    def _adoptable_spec(self, files: JobFiles, until: float) -> RunnerSpec | None:
         """Return the spec of the run in a folder; None: there is none, and no runner either.
 
-        A spec that cannot be read, on a disk that was full, is asked of the runner itself, within `SPEC_FROM_RUNNER_S`
-        for all of them together.
+        A spec that cannot be read, on a disk that was full, is asked of the runner itself, within
+        `SPEC_REQUEST_TIMEOUT_S` for all of them together.
         """
         try:
             spec = read_spec(files)
@@ -222,7 +222,7 @@ class RunnerManager:
             job, _, number = files.root.name.rpartition(".")
             return reported or (RunnerSpec(job, int(number), "", (), "") if number.isdecimal() else None)
 
-    def _folders(self) -> list[Path]:
+    def _run_folders(self) -> list[Path]:
         """Return the folders of runs that this node has started and not finished."""
         try:
             return [self._state / "jobs" / run.name for run in (self._state / "runners").iterdir()]
@@ -237,16 +237,16 @@ class RunnerManager:
         `limits` are those of its control group, by controller. The lock is taken before the fork and inherited by the
         runner, so there is no moment in which the run has a process and no lock.
 
-        Raises OSError if its folder or process cannot be created, UsageError, NotAllowed where this node cannot enforce
-        a limit.
+        Raises OSError if its folder or process cannot be created, UsageError, NodeRefusesJob where this node cannot
+        enforce a limit.
         """
         if limits:
             try:
                 group = cgroups.make_group(f"{spec.job}.{spec.number}", limits)
             except cgroups.NoLimits as error:
-                raise NotAllowed(f"this node cannot limit the {' and '.join(limits)} of a job: {error}") from None
+                raise NodeRefusesJob(f"this node cannot limit the {' and '.join(limits)} of a job: {error}") from None
             spec = replace(spec, control_group=str(group))
-        files = self._folder(spec, account)
+        files = self._make_folder(spec, account)
         replace_file(files.runner_spec, spec.to_json())
         for earlier in (files.runner_exit, files.refusal):
             earlier.unlink(missing_ok=True)
@@ -254,7 +254,7 @@ class RunnerManager:
         if lock is None:
             raise UsageError(f"{files.root}: another process has its lock")
         try:
-            liveness.write_reason(files.lock, "")
+            liveness.write_stop_reason(files.lock, "")
             child = spawn(files, lock, account, secrets, self._code)
             liveness.write_owner(files.lock, child.pid)
         finally:
@@ -267,13 +267,13 @@ class RunnerManager:
 
     def refuse(self, spec: RunnerSpec, account: Account | None, why: str) -> RunnerEnd:
         """Write the exit of a runner that this node cannot start, as the runner would have."""
-        files = self._folder(spec, account)
+        files = self._make_folder(spec, account)
         replace_file(files.runner_spec, spec.to_json())
         refusal = exit_for(spec, 2, why, (), 0)
         replace_file(files.refusal, refusal.to_json())
         return RunnerEnd(spec, refusal, requested=False)
 
-    def _folder(self, spec: RunnerSpec, account: Account | None) -> JobFiles:
+    def _make_folder(self, spec: RunnerSpec, account: Account | None) -> JobFiles:
         files = job_files(self._state, spec.job, spec.number)
         for folder in (files.root, files.record):
             folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -303,19 +303,19 @@ class RunnerManager:
         runner.stop_requested = True
         runner.state = "leaving"
         runner.why = why
-        runner.leave_deadline = time.monotonic() + max(within_s, APART_S)
+        runner.leave_deadline = time.monotonic() + max(within_s, MIN_SIGTERM_INTERVAL_S)
         try:  # before the signal: the main loop must not wait for a runner that does not answer
-            liveness.write_reason(runner.files.lock, why)
+            liveness.write_stop_reason(runner.files.lock, why)
         except OSError as error:
             self._log(f"job {job}: its runner gets no reason for its stop: {error.strerror}")
         runner.signal(signal.SIGTERM)
         return True
 
     def expire_deadlines(self) -> None:
-        """Runners that are leaving get no more time than APART_S."""
+        """Runners that are leaving get no more time than MIN_SIGTERM_INTERVAL_S."""
         for runner in self._runners.values():
             if runner.leave_deadline is not None:
-                runner.leave_deadline = min(runner.leave_deadline, time.monotonic() + APART_S)
+                runner.leave_deadline = min(runner.leave_deadline, time.monotonic() + MIN_SIGTERM_INTERVAL_S)
 
     def poll(self, now: float) -> list[RunnerEnd]:
         """Escalate stops; returns runners that have ended, each once."""
@@ -332,12 +332,12 @@ class RunnerManager:
                 self._identify(runner)
             if runner.is_running():
                 self._enforce_deadlines(runner, now)
-            elif runner.empty_scans >= EMPTY_SCANS or not liveness.has_processes(runner.files):
+            elif runner.empty_scans >= EMPTY_SCANS_NEEDED or not liveness.has_processes(runner.files):
                 del self._runners[key]
                 runner.reap_keeper()
                 runner.close()
                 ends.append(RunnerEnd(runner.spec, read_exit(runner.files), requested=runner.stop_requested))
-                if liveness.is_locked(runner.files.lock, exclusive=True):  # the next runner takes another one
+                if liveness.is_locked(runner.files.lock, or_shared=True):  # the next runner takes another one
                     with contextlib.suppress(OSError):
                         runner.files.lock.unlink()
             else:
@@ -381,11 +381,11 @@ class RunnerManager:
             runner.remnants_deadline = now + REMNANT_GRACE_S
         elif now >= runner.remnants_deadline:
             runner.remnants_deadline = now + REMNANT_GRACE_S
-            keepers, complete = self._lock_keepers(runner)
-            left = {process for process in runner.process_tree if process.alive} | set(keepers)
+            holders, complete = self._lock_holders(runner)
+            left = {process for process in runner.process_tree if process.alive} | set(holders)
             is_empty = not left and complete and not liveness.is_locked(runner.files.keeper)
             runner.empty_scans = runner.empty_scans + 1 if is_empty else 0
-            if runner.empty_scans >= EMPTY_SCANS:
+            if runner.empty_scans >= EMPTY_SCANS_NEEDED:
                 self._log(f"job {runner.spec.job}: no process of its user has its lock any more; its slots are free")
                 return
             pids = ", ".join(str(process.pid) for process in sorted(left, key=lambda p: p.pid))
@@ -399,9 +399,9 @@ class RunnerManager:
         tree = procfs.trees([runner.process.pid], procfs.scan().values()).get(runner.process.pid, ())
         return tuple(process for process in map(ProcessIdentity.of, tree) if process is not None)
 
-    def _lock_keepers(self, runner: ManagedRunner) -> tuple[list[ProcessIdentity], bool]:
-        """The job user's processes that have the lock, and their children; False: we may not look at all of his."""
-        owner = runner.user
+    def _lock_holders(self, runner: ManagedRunner) -> tuple[list[ProcessIdentity], ScanComplete]:
+        """The job user's processes that have the lock, and their children."""
+        owner = runner.job_uid
         if owner is None:
             return [], False
         holders, complete = liveness.processes_with_lock(runner.files.lock, owner)
@@ -413,11 +413,11 @@ class RunnerManager:
         """Open a pidfd for the process that has the lock, which can never refer to another process."""
         process = liveness.lock_owner(runner.files.lock)
         if runner.process is None and process is None and time.monotonic() >= runner.search_owner_at:
-            runner.search_owner_at = time.monotonic() + SIGN_GRACE_S
-            user = runner.user
+            runner.search_owner_at = time.monotonic() + IDENTITY_GRACE_S
+            user = runner.job_uid
             if user is not None:
                 process, complete = liveness.find_unnamed_owner(runner.files.lock, RUNNER_COMM, user)
-                runner.is_missing = process is None and complete
+                runner.process_not_found = process is None and complete
         if process is None or process == runner.process:
             return
         try:

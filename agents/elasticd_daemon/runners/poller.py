@@ -25,8 +25,8 @@ TIMEOUT_S = 1.0
 STARTING_INTERVAL_S = 0.1
 """The interval of a runner that has not answered yet: it is starting."""
 
-Key = tuple[str, int]
-Target = tuple[Key, ProcessIdentity]
+RunKey = tuple[str, int]
+Target = tuple[RunKey, ProcessIdentity]
 
 
 class RunnersPoller:
@@ -36,7 +36,7 @@ class RunnersPoller:
     """
 
     def __init__(self, post: Callable[[], None], interval_s: float) -> None:
-        self.statuses: dict[Key, Mapping[str, Any]] = {}
+        self.statuses: dict[RunKey, Mapping[str, Any]] = {}
         self._post = post
         self._interval_s = interval_s
         self._targets: dict[Target, JobFiles] = {}
@@ -45,7 +45,7 @@ class RunnersPoller:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
-    def set_targets(self, runners: Mapping[Key, tuple[JobFiles, ProcessIdentity]]) -> None:
+    def set_targets(self, runners: Mapping[RunKey, tuple[JobFiles, ProcessIdentity]]) -> None:
         self._targets = {(key, process): files for key, (files, process) in runners.items()}
         with self._lock:
             self.statuses = {key: status for key, status in self.statuses.items() if key in runners}

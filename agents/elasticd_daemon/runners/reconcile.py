@@ -20,7 +20,7 @@ from elasticd_agent.model.phrases import ranges
 from elasticd_daemon.records import ClusterView, JobResult, Placement, RunnerStatus, Submission
 from elasticd_daemon.runners.spec import RunnerExit, RunnerSpec
 
-Key = tuple[str, int]
+RunKey = tuple[str, int]
 
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Before the n-th start after a crash of a runner. The first start is immediate: a single crash is mostly a kill -9."""
@@ -37,7 +37,7 @@ class LocalRunner:
     why: str = ""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RunKey:
         """The job and the number of its run."""
         return self.spec.job, self.spec.number
 
@@ -49,7 +49,7 @@ class RunnerEnd:
     requested: bool  #: this agent had requested its stop
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RunKey:
         return self.spec.job, self.spec.number
 
 
@@ -80,7 +80,7 @@ class NodePlan:
     stop: tuple[RunnerStop, ...] = ()
     results: tuple[JobResult, ...] = ()
     runners: tuple[RunnerStatus, ...] = ()
-    missing: tuple[RunnerSpec, ...] = ()  #: running jobs without any record in the store
+    missing_from_store: tuple[RunnerSpec, ...] = ()  #: running jobs without any record in the store
     next_start_at: float | None = None
 
 
@@ -88,8 +88,8 @@ class NodePlan:
 class RunOutcomes:
     """The ends of runners of this node, while they matter; kept by the main loop between turns."""
 
-    exits: dict[Key, RunnerExit] = field(default_factory=dict)
-    backoffs: dict[Key, CrashBackoff] = field(default_factory=dict)
+    exits: dict[RunKey, RunnerExit] = field(default_factory=dict)
+    backoffs: dict[RunKey, CrashBackoff] = field(default_factory=dict)
 
     def add(self, end: RunnerEnd, ran_s: float, now: float) -> str:
         """Note the end of a runner; returns its consequence in one sentence.
@@ -115,7 +115,7 @@ class RunOutcomes:
         when = f"in {wait_s:g} s" if wait_s else "at once"
         return f"job {job}: its runner {how}; if the job is still scheduled here, another runner starts {when}"
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: RunKey) -> None:
         self.exits.pop(key, None)
         self.backoffs.pop(key, None)
 
@@ -140,13 +140,13 @@ def reconcile(
         if (why := _stop_reason(runner.spec, view, node, drain_reason))
     )
     start, waiting, next_start_at = _starts(() if drain_reason else view.placements, view, node, runners, outcomes, now)
-    statuses = [*_runner_statuses(runners, stop), *waiting, *_refused(outcomes)]
+    statuses = [*_runner_statuses(runners, stop), *waiting, *_refused_statuses(outcomes)]
     return NodePlan(
         start=tuple(start),
         stop=stop,
         results=tuple(_results(view, outcomes)),
         runners=tuple(sorted(statuses, key=lambda one: (one.number, one.job))),
-        missing=tuple(
+        missing_from_store=tuple(
             runner.spec for runner in runners if runner.state != "leaving" and _missing_from_store(runner.spec, view)
         ),
         next_start_at=next_start_at,
@@ -200,7 +200,7 @@ def _runner_statuses(runners: Iterable[LocalRunner], stop: Iterable[RunnerStop])
         yield RunnerStatus(*runner.key, runner.spec.slots, state, runner.why or reasons.get(job, ""))
 
 
-def _refused(outcomes: RunOutcomes) -> Iterable[RunnerStatus]:
+def _refused_statuses(outcomes: RunOutcomes) -> Iterable[RunnerStatus]:
     for key, exit in outcomes.exits.items():
         if exit.outcome == "refused":
             yield RunnerStatus(*key, (), "refused", exit.reason)
@@ -240,7 +240,7 @@ def _submission_to_run(placement: Placement, view: ClusterView) -> Submission | 
 
 def _results(view: ClusterView, outcomes: RunOutcomes) -> Iterable[JobResult]:
     """Jobs that succeeded or failed here and have no result in the store yet."""
-    placements: Mapping[Key, Placement] = {(p.job, p.number): p for p in view.placements}
+    placements: Mapping[RunKey, Placement] = {(p.job, p.number): p for p in view.placements}
     submitted = {(s.job, s.number) for s in view.submissions}
     for key, exit in outcomes.exits.items():
         if exit.outcome == "refused" or key not in submitted or view.result(*key) is not None:

@@ -32,7 +32,7 @@ from elasticd_daemon.runners import liveness, versions
 from elasticd_daemon.runners.reconcile import RunnerStart
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets
 
-_AGENT_PREFIXES = (
+_AGENT_VARIABLE_PREFIXES = (
     "ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_",
 )  # fmt: skip
 """Variables for the agent only: a job must not notify systemd for it, or learn the location of its secrets."""
@@ -41,7 +41,7 @@ CAP_SETGID_AND_SETUID = 1 << 6 | 1 << 7
 """linux/capability.h"""
 
 
-class NotAllowed(UsageError):
+class NodeRefusesJob(UsageError):
     """This node can never start the job as its user."""
 
 
@@ -79,7 +79,7 @@ def spawn(
     """
     as_user = name_to_become(account)
     fds = [lock, secrets.to_fd()]
-    command = own_command()
+    command = elasticd_command()
     try:
         if as_user:
             if (keeper := liveness.take_lock(files.keeper)) is None:
@@ -106,7 +106,7 @@ def spawn(
             os.close(fd)
 
 
-def own_command() -> list[str]:
+def elasticd_command() -> list[str]:
     """Starts elasticd, which imports no file of the job's user: neither its site directory nor, unless we use it,
     PYTHONPATH.
     """
@@ -140,7 +140,7 @@ def become(account: Account) -> None:
 
 
 def check_interpreter(account: Account) -> None:
-    """Check as this user that this interpreter starts, as the job's launcher will. Raises NotAllowed.
+    """Check as this user that this interpreter starts, as the job's launcher will. Raises NodeRefusesJob.
 
     Never in the agent: the user can stop such a process, also before it has started a program.
     """
@@ -150,11 +150,11 @@ def check_interpreter(account: Account) -> None:
     except OSError:
         starts = False
     if not starts:
-        where = blocked_directory(account, Path(sys.executable))
-        raise NotAllowed(f"user {account.name!r} may not execute {sys.executable}{where}")
+        where = blocked_directory_phrase(account, Path(sys.executable))
+        raise NodeRefusesJob(f"user {account.name!r} may not execute {sys.executable}{where}")
 
 
-def blocked_directory(account: Account, program: Path) -> str:
+def blocked_directory_phrase(account: Account, program: Path) -> str:
     """The directory on the program's path that is closed to this user, as far as modes show; links are followed."""
     groups = os.getgrouplist(account.name, account.gid)
     directories = [*reversed(program.parents), *reversed(program.resolve().parents)]
@@ -170,7 +170,7 @@ def blocked_directory(account: Account, program: Path) -> str:
 
 def runner_environment(account: Account, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """A runner's environment: the agent's own without the agent's variables, with the values of its user."""
-    variables = {name: value for name, value in environ.items() if not name.startswith(_AGENT_PREFIXES)}
+    variables = {name: value for name, value in environ.items() if not name.startswith(_AGENT_VARIABLE_PREFIXES)}
     if account.uid != os.geteuid():
         variables |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, "SHELL": account.shell}
     return variables

@@ -31,13 +31,13 @@ MAX_SPEC_BYTES = 16 << 20
 MAX_EXIT_BYTES = 512 << 10
 """An exit becomes a record in etcd."""
 MAX_REASON_CHARS = 2000
-RESERVED_FILE = "exit.spare"
-RESERVED_BYTES = 64 << 10
+EXIT_RESERVE_FILE = "exit.spare"
+EXIT_RESERVE_BYTES = 64 << 10
 """Space for the exit, reserved when the runner starts: a full disk costs logs, but not the result of a job."""
 MAX_EXIT_ROUNDS = 100
 """The event log has all rounds."""
 
-Outcome = Literal["succeeded", "failed", "refused", "left"]
+RunnerOutcome = Literal["succeeded", "failed", "refused", "left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StoreSecrets(Document):
     cert: str | None = None
     key: str | None = None
 
-    def files(self) -> Tls:
+    def tls_files(self) -> Tls:
         """The texts as files that only this process can open, and that end with it."""
         ca, cert, key = (None if text is None else _unnamed_file(text) for text in (self.ca, self.cert, self.key))
         return Tls(ca, cert, key)
@@ -120,7 +120,7 @@ class RunnerSpec(Document):
         return Rendezvous(
             backend=self.backend,
             endpoints=self.endpoints,
-            tls=secrets.files() if self.tls else None,
+            tls=secrets.tls_files() if self.tls else None,
             user=self.user,
             password=secrets.password,
             local_addr=self.local_addr,
@@ -137,7 +137,7 @@ class RunnerExit(Document):
     job: str
     number: int
     exit_code: int
-    outcome: Outcome
+    outcome: RunnerOutcome
     reason: str
     rounds: tuple[RoundSummary, ...] = ()
     step: int = 0
@@ -160,7 +160,7 @@ def read_exit(files: JobFiles) -> RunnerExit | None:
 
 def write_exit(files: JobFiles, exit: RunnerExit) -> None:
     """Atomic, also on a full disk if the space could be reserved at the start. Raises OSError."""
-    spare = files.root / RESERVED_FILE
+    spare = files.root / EXIT_RESERVE_FILE
     try:
         fd = open_plain(spare, os.O_WRONLY | os.O_CREAT)
     except OSError:  # the job's user has put something else there, in his own folder
@@ -175,12 +175,12 @@ def write_exit(files: JobFiles, exit: RunnerExit) -> None:
 
 def reserve_exit_space(files: JobFiles) -> None:
     """Raises OSError on a disk that is already full."""
-    with open(open_plain(files.root / RESERVED_FILE, os.O_WRONLY | os.O_CREAT), "wb") as file:
-        file.write(b" " * RESERVED_BYTES)
+    with open(open_plain(files.root / EXIT_RESERVE_FILE, os.O_WRONLY | os.O_CREAT), "wb") as file:
+        file.write(b" " * EXIT_RESERVE_BYTES)
 
 
 def exit_for(spec: RunnerSpec, exit_code: int, reason: str, rounds: Sequence[RoundSummary], step: int) -> RunnerExit:
-    outcomes: dict[int, Outcome] = {0: "succeeded", 1: "failed", 2: "refused"}
+    outcomes: dict[int, RunnerOutcome] = {0: "succeeded", 1: "failed", 2: "refused"}
     outcome = outcomes.get(exit_code, "left")
     newest = tuple(rounds)[-MAX_EXIT_ROUNDS:]
     return RunnerExit(spec.job, spec.number, exit_code, outcome, reason, newest, step, time.time())

@@ -50,5 +50,5 @@ def remove_unused(state: Path, own: Path) -> None:
     """Remove the copies of other versions that no process uses."""
     with contextlib.suppress(OSError):
         for copy in (state / "versions").iterdir():
-            if copy != own and not liveness.is_locked(copy / _LOCK, exclusive=True):
+            if copy != own and not liveness.is_locked(copy / _LOCK, or_shared=True):
                 shutil.rmtree(copy, ignore_errors=True)

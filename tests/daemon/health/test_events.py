@@ -81,9 +81,9 @@ def test_one_user_takes_the_node_from_no_other() -> None:
     a, b, users = ("a", 1), ("b", 2), {("a", 1): 1000, ("b", 2): 1001}
     counted = []
     for key, times in ((a, 1), (a, 2), (b, 1), (b, 2), (a, 3)):
-        counted.append(len(blames.update({a: status(), b: status(), key: status(slot(0, times))}, users=users)))
+        counted.append(len(blames.update({a: status(), b: status(), key: status(slot(0, times))}, uids=users)))
     assert counted == [1, 0, 1, 0, 1]
-    assert len(blames.update({a: status(slot(0, 4))}, users={a: 1000})) == 1, "nobody else has a job here"
+    assert len(blames.update({a: status(slot(0, 4))}, uids={a: 1000})) == 1, "nobody else has a job here"
 
 
 def test_job_on_this_node_alone_counts_nothing() -> None:

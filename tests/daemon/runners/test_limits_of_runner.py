@@ -18,7 +18,7 @@ from elasticd_daemon.config.job_file import JobFile, JobLimits, to_json
 from elasticd_daemon.job_dir import job_files
 from elasticd_daemon.runners import main
 from elasticd_daemon.runners.manager import RunnerManager
-from elasticd_daemon.runners.spawn import Account, NotAllowed
+from elasticd_daemon.runners.spawn import Account, NodeRefusesJob
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, read_exit
 
 
@@ -70,6 +70,6 @@ def test_node_without_control_groups_refuses_a_limited_job(tmp_path: Path, monke
     monkeypatch.setattr(cgroups, "make_group", none)
     with closing(RunnerManager(tmp_path, lambda: None, print)) as runners:
         spec = RunnerSpec("j", 1, "n1", (0,), "{}")
-        with pytest.raises(NotAllowed, match="cannot limit the memory of a job: no group here"):
+        with pytest.raises(NodeRefusesJob, match="cannot limit the memory of a job: no group here"):
             runners.start(spec, Account.of(None), StoreSecrets(), limits={"memory": 1})
     assert not job_files(tmp_path, "j", 1).root.exists()

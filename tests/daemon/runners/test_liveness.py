@@ -79,10 +79,10 @@ def test_lock_owner(tmp_path: Path) -> None:
     assert alive.lock_owner(path) == alive.ProcessIdentity.of(os.getpid())
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(fd, b"1 2 boot", 0)  # a job's user could name another user's process, which the agent signals
-    alive.write_reason(path, "the node\nis drained " + "x" * 3000)
-    assert alive.read_reason(fd).startswith("the node is drained xxx")
-    alive.write_reason(path, "")
-    assert alive.read_reason(fd) == ""
+    alive.write_stop_reason(path, "the node\nis drained " + "x" * 3000)
+    assert alive.read_stop_reason(fd).startswith("the node is drained xxx")
+    alive.write_stop_reason(path, "")
+    assert alive.read_stop_reason(fd) == ""
     os.close(fd)
     assert not alive.is_locked(path)
 
@@ -187,7 +187,7 @@ def test_dead_file_system_does_not_delay_the_search_for_a_locks_owner(tmp_path: 
 @needs_root
 def test_only_the_job_users_lock_keepers_are_killed(open_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "REMNANT_GRACE_S", 0.0)
-    monkeypatch.setattr(manager, "SIGN_GRACE_S", 0.0)
+    monkeypatch.setattr(manager, "IDENTITY_GRACE_S", 0.0)
     files, lines = theirs(open_state), list[str]()
     setuid = open_state / "sleep"
     shutil.copy("/bin/sleep", setuid)
@@ -220,8 +220,8 @@ def test_only_the_job_users_lock_keepers_are_killed(open_state: Path, monkeypatc
 
 def test_silent_runner_with_damaged_files_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its slots were given to other jobs, and nothing could cancel it."""
-    monkeypatch.setattr(manager, "SPEC_FROM_RUNNER_S", 0.1)
-    monkeypatch.setattr(manager, "SIGN_GRACE_S", 0.0)
+    monkeypatch.setattr(manager, "SPEC_REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(manager, "IDENTITY_GRACE_S", 0.0)
     files, lines = made(tmp_path, "mine"), list[str]()
     files.runner_spec.write_text("{")
     with (
@@ -315,7 +315,7 @@ def test_lock_out_of_reach_keeps_no_slots(
 ) -> None:
     """In a socket no process has its descriptor, and another user's process cannot be killed for it."""
     monkeypatch.setattr(manager, "REMNANT_GRACE_S", 0.0)
-    monkeypatch.setattr(manager, "SIGN_GRACE_S", 0.0)
+    monkeypatch.setattr(manager, "IDENTITY_GRACE_S", 0.0)
     files, lines = theirs(open_state), list[str]()
     fd = alive.take_lock(files.lock)
     assert fd is not None
@@ -353,7 +353,7 @@ def test_runner_log_is_opened_as_the_jobs_user(open_state: Path, link: Callable[
     program = (
         "import sys; from pathlib import Path; from elasticd_daemon.job_dir import JobFiles;"
         "from elasticd_daemon.runners import main, spawn; spawn.become(spawn.Account.of('nobody'));"
-        "main.write_to_log(JobFiles(Path(sys.argv[1]))); print('something')"
+        "main.redirect_output_to_log(JobFiles(Path(sys.argv[1]))); print('something')"
     )
     done = subprocess.run([sys.executable, "-c", program, str(files.root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -159,13 +159,13 @@ def test_directory_that_blocks_the_interpreter_is_named(open_place: Path, tmp_pa
     nobody = spawning.Account.of("nobody") if os.geteuid() == 0 else None
     if nobody is None:
         pytest.skip("only root may run jobs as somebody else")
-    assert spawning.blocked_directory(nobody, env / "python") == ", or cannot reach it", "modes do not show it"
+    assert spawning.blocked_directory_phrase(nobody, env / "python") == ", or cannot reach it", "modes do not show it"
     home.chmod(0o700)
-    assert spawning.blocked_directory(nobody, env / "python") == (
+    assert spawning.blocked_directory_phrase(nobody, env / "python") == (
         f", because {home} (mode 0700) is closed to it; install in an open directory"
     )
     env.chmod(0o750)
-    assert f"{env} (mode 0750) is closed" in spawning.blocked_directory(nobody, env / "python")
+    assert f"{env} (mode 0750) is closed" in spawning.blocked_directory_phrase(nobody, env / "python")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
