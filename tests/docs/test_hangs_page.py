@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.hangs import deadlines, verdict
-from elasticd_agent.hangs.patience import OVERDUE_DEADLINES, PATIENCE, Evidence
+from elasticd_agent.hangs.patience import LIMIT_RULES, OVERDUE_AFTER_DEADLINES, HangEvidence
 from elasticd_agent.model.job import LEAST_DEADLINE_S, Policy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
-SHOWN: dict[Evidence, str] = {
+SHOWN: dict[HangEvidence, str] = {
     "proven": "proof:",
     "gil": "native code holds the GIL",
     "loading": "native code holds the GIL",
@@ -37,15 +37,15 @@ def cells(first: str) -> list[str]:
 
 
 def test_every_evidence_with_a_time_is_on_the_page() -> None:
-    assert {name for name, one in PATIENCE.items() if one.seconds is not None} == SHOWN.keys()
+    assert {name for name, one in LIMIT_RULES.items() if one.report_s is not None} == SHOWN.keys()
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_seconds_of_evidence(name: Evidence) -> None:
-    seconds, ends = PATIENCE[name].seconds, cells(SHOWN[name])[3]
+def test_seconds_of_evidence(name: HangEvidence) -> None:
+    seconds, ends = LIMIT_RULES[name].report_s, cells(SHOWN[name])[3]
     assert f" {seconds:g} s" in row(SHOWN[name])
     assert {"at once": "the same", "if cheap": "below", "at ceiling": "the ceiling", "never": "never"}[
-        PATIENCE[name].ends
+        LIMIT_RULES[name].kill_when
     ] in ends
 
 
@@ -54,10 +54,10 @@ def test_seconds_of_evidence(name: Evidence) -> None:
     [
         ("a process is stopped", f"({USUAL.stopped_after_s:g} s)"),
         ("a worker is a zombie", f"{verdict.ZOMBIE_S:g} s"),
-        ("a rank waits in a collective while others", f"{OVERDUE_DEADLINES:g} deadlines"),
+        ("a rank waits in a collective while others", f"{OVERDUE_AFTER_DEADLINES:g} deadlines"),
         ("steps", f"({USUAL.hang_factor:g}) × the longest recent step, at least {LEAST_DEADLINE_S:g} s"),
         ("declared evaluations", f"({USUAL.progress_ceiling_s / 60:g} min)"),
-        ("before the first step", f"at least {deadlines.LEAST_STARTUP_S / 60:g} min"),
+        ("before the first step", f"at least {deadlines.STARTUP_FLOOR_S / 60:g} min"),
         ("before the first step", f"`--startup-ceiling` ({USUAL.startup_ceiling_s / 60:g} min)"),
         ("before the first step", f"`--first-step-ceiling` ({USUAL.first_step_ceiling_s / 60:g} min)"),
         ("all training is done", f"at least {deadlines.EXIT_FLOOR_S:g} s"),

@@ -101,7 +101,7 @@ def answers(moment: TableMoment, nodes: list[str], policy: Policy) -> Iterator[s
             yield f"=> healthy: {why}"
         case hang.SuspectedHang(why):
             yield f"=> wait: {why}"
-        case hang.Hang(culprits, cause, why, ends=ends):
+        case hang.Hang(culprits, cause, why, kills_group=ends):
             blamed = ", ".join(f"rank {at.rank} (slot {at.slot} of {at.node})" for at in culprits) or "nobody"
             yield f"=> {'HUNG' if ends else 'report'}, {cause}; to blame: {blamed}"
             yield f"=> {why}"

@@ -207,14 +207,19 @@ def test_verdict_by_nccl_recorder(case: Cuda, kind: Kind) -> None:
 def test_group_of_unknown_kind_ends_no_job(case: Cuda, idle_s: float) -> None:
     """No recorder has what nccl2 of torch 2.14 completes. A rank that holds the GIL needs none."""
     found = verdict(case, idle_s, "nccl2 of 2.14")
-    assert found is None or not found.ends or found.cause == "gil" or not any(one["nccl_groups"] for one in case.ranks)
+    assert (
+        found is None
+        or not found.kills_group
+        or found.cause == "gil"
+        or not any(one["nccl_groups"] for one in case.ranks)
+    )
 
 
 @pytest.mark.parametrize("idle_s", [6, 61, 590])
 def test_thread_of_the_script_may_still_enqueue(idle_s: float) -> None:
     case = SITUATIONS["two groups in opposite order"]
     found = verdict(replace(case, ranks=[one | {"alone": False} for one in case.ranks]), idle_s)
-    assert found is None or not found.ends
+    assert found is None or not found.kills_group
 
 
 @pytest.mark.parametrize(("facts", "ends"), [(SLEEPS, True), (IN_GLOO, False)])
@@ -222,12 +227,12 @@ def test_main_thread_in_gloo_may_wait_for_a_healthy_rank(facts: dict[str, Any], 
     """Their devices wait for each other."""
     ranks = [rank({PAIR: (1, 0), OTHER: (0, 0)}, facts), rank({PAIR: (0, 0), OTHER: (1, 0)}, SLEEPS)]
     found = verdict(Cuda(ranks, 0, None), 61)
-    assert found.ends is ends
+    assert found.kills_group is ends
 
 
 def test_ceiling_ends_a_group_of_unknown_kind() -> None:
     found = verdict(SITUATIONS["two groups in opposite order"], 1850, "nccl2 of 2.14")
-    assert found.ends
+    assert found.kills_group
 
 
 @dataclass(frozen=True)
@@ -298,13 +303,13 @@ def test_sequence_of_recorder_status(name: str, kind: Kind) -> None:
 def test_few_pairs_of_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader judges four times a second while a suspicion lasts, also a thousand ranks."""
     compared: list[int] = []
-    compare = RankState.has_not_enqueued
+    compare = RankState.collective_missing_for
 
     def counting(self: RankState, other: RankState) -> tuple[int, int] | None:
         compared.append(self.report.rank)
         return compare(self, other)
 
-    monkeypatch.setattr(RankState, "has_not_enqueued", counting)
+    monkeypatch.setattr(RankState, "collective_missing_for", counting)
     facts = [rank({WORLD: (9, 8)}) | {"idle_s": 70.0, "step": 3, "collectives": 9} for _ in range(40)]
     facts[7] |= {"nccl_groups": ((WORLD, 8, 8),)} | SLEEPS | {"cpu_s": 0.0, "quiet_s": -1.0}
     ranks = tuple(RankReport(number, 0, **one) for number, one in enumerate(facts))

@@ -43,7 +43,7 @@ def margins(steps: Iterable[float], policy: Policy = SHARP) -> list[float]:
     """The distance of each step to its deadline, as a part of that."""
     learned, found = LearnedDurations(), []
     for seconds in steps:
-        found.append(1 - seconds / deadline(learned, policy=policy, stepped=learned.steps > 0))
+        found.append(1 - seconds / deadline(learned, policy=policy, stepped=learned.round_steps > 0))
         learned = learning.record_duration(learned, "step", seconds)
     return found
 
@@ -71,20 +71,20 @@ def test_young_job_gets_more_time() -> None:
 
 @pytest.mark.parametrize(("startup_s", "expected"), [(None, 600.0), (0.5, 600.0), (20.0, 600.0), (300.0, 1500.0)])
 def test_startup_is_learned(startup_s: float | None, expected: float) -> None:
-    learned = LearnedDurations(startup_s=startup_s)
+    learned = LearnedDurations(longest_startup_s=startup_s)
     assert deadline(learned, "starting", Policy(), stepped=False) == expected
 
 
 def test_floor_replaces_the_least_deadline_of_a_learned_start() -> None:
     policy = Policy(hang_floor_s=5)
     assert deadline(NOTHING, "starting", policy, stepped=False) == 600
-    assert deadline(LearnedDurations(startup_s=0.5), "starting", policy, stepped=False) == 5
-    assert deadline(LearnedDurations(startup_s=4.0), "starting", policy, stepped=False) == 20
+    assert deadline(LearnedDurations(longest_startup_s=0.5), "starting", policy, stepped=False) == 5
+    assert deadline(LearnedDurations(longest_startup_s=4.0), "starting", policy, stepped=False) == 20
 
 
 def test_new_round_excludes_its_first_steps() -> None:
     learned = after([0.2] * 500)
-    again = after([90, 40], replace(learned, steps=0))
+    again = after([90, 40], replace(learned, round_steps=0))
     assert deadline(again) == deadline(learned)
     assert deadline(after([90, 40], learned)) > 100
 
@@ -168,8 +168,8 @@ def trained(history: StepHistory, steps: int, step_s: float, from_s: float = 0.0
     found = 0.0
     for i in range(steps):
         seen = observation(from_s + i * step_s, first + i)
-        history.high_water(seen)
-        found = history.deadline_s(seen)
+        history.update_high_water(seen)
+        found = history.learn_deadline_s(seen)
     return found
 
 
@@ -180,19 +180,19 @@ def test_history_deadline_is_a_multiple_of_steps() -> None:
 
 def test_history_averages_steps_between_looks() -> None:
     history = StepHistory(POLICY)
-    history.deadline_s(observation(0.0, 1))
-    found = [history.deadline_s(observation(0.25 * i, 1 + 12 * i)) for i in range(1, 60)]
+    history.learn_deadline_s(observation(0.0, 1))
+    found = [history.learn_deadline_s(observation(0.25 * i, 1 + 12 * i)) for i in range(1, 60)]
     assert found[-1] == POLICY.hang_floor_s, "12 steps in 0.25 s: the floor decides"
 
 
 def test_history_new_group_gets_learned_startup() -> None:
     history = StepHistory(POLICY)
     start = Heartbeat(phase=Phase.STARTING)
-    assert history.deadline_s(observation(0.0, 0, beat=start, phase="starting")) == 0.0
-    history.deadline_s(replace(observation(9.0, 0, beat=start, phase="starting"), idle_s=8.0))
+    assert history.learn_deadline_s(observation(0.0, 0, beat=start, phase="starting")) == 0.0
+    history.learn_deadline_s(replace(observation(9.0, 0, beat=start, phase="starting"), idle_s=8.0))
     trained(history, 300, 0.01, from_s=10.0)
-    history.begin()
-    assert history.deadline_s(observation(0.0, 0, beat=start, phase="starting")) == 40.0
+    history.group_started()
+    assert history.learn_deadline_s(observation(0.0, 0, beat=start, phase="starting")) == 40.0
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_history_learns_idle_pauses(steps: int, changes: dict[str, object], expe
     trained(history, steps, 0.1)
     rank = replace(RankReport(0, 0, phase="step", step=steps, idle_s=21.0, window_s=3.0), **changes)  # type: ignore[arg-type]
     for idle_s, step, pause_s in ((21.0, steps, 0.0), (21.0, steps, 0.0), (0.0, steps + 1, expected)):
-        history.deadline_s(replace(observation(22.0, step), idle_s=idle_s, ranks=(replace(rank, step=step),)))
-        assert history.pause_s == pause_s
+        history.learn_deadline_s(replace(observation(22.0, step), idle_s=idle_s, ranks=(replace(rank, step=step),)))
+        assert history.longest_pause_s == pause_s
 
 
 @pytest.mark.parametrize(
@@ -225,18 +225,20 @@ def test_history_learns_idle_pauses(steps: int, changes: dict[str, object], expe
     ],
 )
 def test_history_before_first_step(beat: Heartbeat, phase: str, barrier: str, expected: float) -> None:
-    assert StepHistory(POLICY).deadline_s(observation(0.0, 0, beat=beat, phase=phase, barrier=barrier)) == expected
+    assert (
+        StepHistory(POLICY).learn_deadline_s(observation(0.0, 0, beat=beat, phase=phase, barrier=barrier)) == expected
+    )
 
 
 def test_history_learns_reported_checkpoints() -> None:
     history = StepHistory(POLICY)
     trained(history, 300, 0.01)
     saving = observation(3.0, 300, phase="checkpoint")
-    assert history.deadline_s(saving) == POLICY.progress_ceiling_s
+    assert history.learn_deadline_s(saving) == POLICY.progress_ceiling_s
     history = StepHistory(POLICY)
     trained(history, 300, 0.01)
     history.checkpoint_saved(0.4)
-    assert history.deadline_s(saving) == pytest.approx(2.0)
+    assert history.learn_deadline_s(saving) == pytest.approx(2.0)
 
 
 def test_history_longest_phase_counts() -> None:
@@ -244,7 +246,7 @@ def test_history_longest_phase_counts() -> None:
     trained(history, 300, 0.01)
     ranks = (RankReport(0, 0, phase="step", step=300), RankReport(1, 1, phase="eval", step=300))
     beats = (TRAINS, TRAINS)
-    assert history.deadline_s(Observation(1, beats, (), 0.0, ranks, observed_s=3.0)) == POLICY.progress_ceiling_s
+    assert history.learn_deadline_s(Observation(1, beats, (), 0.0, ranks, observed_s=3.0)) == POLICY.progress_ceiling_s
 
 
 def test_history_learns_how_long_an_evaluation_takes() -> None:
@@ -252,32 +254,32 @@ def test_history_learns_how_long_an_evaluation_takes() -> None:
     history = StepHistory(POLICY)
     trained(history, 300, 0.01)
     for at in (3.0, 3.1, 3.2, 3.3):
-        history.deadline_s(observation(at, 300, phase="eval"))
-    history.deadline_s(observation(3.4, 300))
-    assert history.deadline_s(observation(3.5, 300, phase="eval")) == pytest.approx(2.0)
+        history.learn_deadline_s(observation(at, 300, phase="eval"))
+    history.learn_deadline_s(observation(3.4, 300))
+    assert history.learn_deadline_s(observation(3.5, 300, phase="eval")) == pytest.approx(2.0)
 
 
 def test_history_adds_up_rounds_of_plain_script() -> None:
     history = StepHistory(POLICY)
-    assert history.high_water(observation(0.0, 40)) == 40
-    history.begin()
-    assert history.high_water(observation(0.0, 5)) == 45
-    assert history.high_water(observation(0.0, 60, beat=Heartbeat(source=Source.SESSION))) == 60
+    assert history.update_high_water(observation(0.0, 40)) == 40
+    history.group_started()
+    assert history.update_high_water(observation(0.0, 5)) == 45
+    assert history.update_high_water(observation(0.0, 60, beat=Heartbeat(source=Source.SESSION))) == 60
 
 
 def test_cost_of_a_restart_is_the_training_since_the_last_save() -> None:
     """Of the session's node; without a session nothing is known, and with a donor nothing is repeated."""
     history = StepHistory(Policy())
     seen = Observation(1, (Heartbeat(step=5, progress_ns=int(100e9)),), (), 30.0)
-    assert history.restart_s(seen) == -1
-    history.state_kept(40.0)
-    assert history.restart_s(seen) == 60
-    history.state_kept(90.0)
-    history.state_kept(70.0)
-    assert history.restart_s(seen) == 10
+    assert history.lost_by_restart_s(seen) == -1
+    history.state_saved(40.0)
+    assert history.lost_by_restart_s(seen) == 60
+    history.state_saved(90.0)
+    history.state_saved(70.0)
+    assert history.lost_by_restart_s(seen) == 10
     history.rank_saves_at_faults(1, True)
-    assert history.restart_s(seen) == 0
+    assert history.lost_by_restart_s(seen) == 0
     history.rank_saves_at_faults(1, False)
-    assert history.restart_s(seen) == 10
-    history.begin()
-    assert history.restart_s(seen) == -1
+    assert history.lost_by_restart_s(seen) == 10
+    history.group_started()
+    assert history.lost_by_restart_s(seen) == -1

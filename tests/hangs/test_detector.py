@@ -61,7 +61,7 @@ class FakePeers:
 
 def make_detector(peers: FakePeers, *, local: bool = True) -> HangDetector:
     detector = HangDetector("a", POLICY, peers, peers.report, peers, report_every_look=local)  # type: ignore[arg-type]
-    detector.begin(3, TARGETS, HERE)
+    detector.group_started(3, TARGETS, HERE)
     return detector
 
 
@@ -162,9 +162,9 @@ def test_end_writes_reports_and_verdict() -> None:
     detector.update(observation(4.0), 5.0, 104.0)
     detector.evidence_gathered(found(), 104.2)
     judged = HangVerdict(3, (("a", 1, 1),), "blocked", "rank 1", 5.0, True, ())
-    assert detector.hang_found(judged) == HERE
-    assert detector.hang_found(replace(judged, round=2)) is None, "what it was made of is of another group"
-    detector.end()
+    assert detector.write_verdict(judged) == HERE
+    assert detector.write_verdict(replace(judged, round=2)) is None, "what it was made of is of another group"
+    detector.group_ended()
     assert peers.dropped == 1
     assert peers.written == ["verdict.json", "reports-a.jsonl"]
     assert detector.last_verdict_dir == HERE
@@ -178,7 +178,7 @@ def test_dump_reply_after_round_change(number: int) -> None:
     detector = make_detector(peers)
     detector.dump(None, answers.append)
     assert answers == []
-    detector.begin(number, TARGETS, HERE)
+    detector.group_started(number, TARGETS, HERE)
     detector.evidence_gathered(found(), 100.0)
     assert answers == [HERE]
 
@@ -186,7 +186,7 @@ def test_dump_reply_after_round_change(number: int) -> None:
 def test_dump_without_workers() -> None:
     peers, answers = FakePeers(), []
     detector = make_detector(peers)
-    detector.end()
+    detector.group_ended()
     detector.dump(None, answers.append)
     assert answers == ["no workers are running"]
 
@@ -195,7 +195,7 @@ def test_group_that_is_about_to_start_is_reported() -> None:
     """Other nodes' ranks wait for it, while a GPU's memory is not free for example. It is not idle."""
     peers = FakePeers()
     detector = make_detector(peers, local=False)
-    detector.expect(4)
+    detector.group_expected(4)
     detector.update(observation(0.0, 4), 2.0, 1.0)
     assert peers.reports == [], "no other node waits"
     detector.report_requested(4, True)
@@ -203,7 +203,7 @@ def test_group_that_is_about_to_start_is_reported() -> None:
     (report,) = peers.reports
     assert (report.round, report.why, [rank.idle_s for rank in report.ranks]) == (4, "", [0.0, 0.0])
     assert peers.gathered == []
-    detector.begin(4, TARGETS, HERE)
+    detector.group_started(4, TARGETS, HERE)
     assert peers.reports[-1] is None
     detector.update(observation(6.0, 4), 2.0, 8.0)
     assert peers.gathered == [4]

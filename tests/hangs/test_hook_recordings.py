@@ -42,7 +42,7 @@ def proven(recorded: Sequence[recordings.Recording], function: str = "all_reduce
         RankState("a", replace(WAITS, rank=n, slot=n, function=function, groups=one.tails()))
         for n, one in enumerate(recorded)
     ]
-    found = prove(ranks, [], whole=True)
+    found = prove(ranks, [], all_ranks_known=True)
     return None if found is None else [rank.report.rank for rank in found.culprits]
 
 

@@ -112,15 +112,17 @@ CASES = {
 def test_proof(name: str) -> None:
     reports, expected = CASES[name]
     ranks = [RankState("a", replace(one, rank=number, slot=number)) for number, one in enumerate(reports)]
-    found = prove([r for r in ranks if not r.report.exited], [r for r in ranks if r.report.exited], whole=True)
+    found = prove(
+        [r for r in ranks if not r.report.exited], [r for r in ranks if r.report.exited], all_ranks_known=True
+    )
     assert (None if found is None else [rank.report.rank for rank in found.culprits]) == expected
     assert found is None or ("wait" in found.why and found.cause.endswith(("collective", "collectives")))
 
 
 def test_receiver_on_one_of_two_nodes_may_hear_from_the_other() -> None:
     ranks = [RankState("a", replace(one, rank=number)) for number, one in enumerate([SAME, RECEIVES])]
-    assert prove(ranks, [], whole=False) is None
-    assert prove(ranks, [], whole=True) is not None
+    assert prove(ranks, [], all_ranks_known=False) is None
+    assert prove(ranks, [], all_ranks_known=True) is not None
 
 
 def test_crossed_groups_are_named() -> None:

@@ -90,7 +90,7 @@ def test_unreaped_zombie_is_suspected() -> None:
 
 def test_stopped_store_is_suspected() -> None:
     calm = report(replace(WAITS, idle_s=0.1))
-    early_s = hang.EARLY_FRACTION * POLICY.stopped_after_s
+    early_s = hang.GATHER_FROM_FRACTION * POLICY.stopped_after_s
     assert reason_to_suspect(replace(calm, store_state="T", store_stopped_s=early_s - 0.1), POLICY) is None
     assert "round's store on a is stopped" in str(
         reason_to_suspect(replace(calm, store_state="T", store_stopped_s=early_s), POLICY)
@@ -102,7 +102,7 @@ def test_stopped_store_is_suspected() -> None:
 @pytest.mark.parametrize(("collectives", "anything"), [(-1, False), (0, True)])
 def test_rank_with_a_group_may_meet_another_program(collectives: int, anything: bool) -> None:
     rank = RankReport(0, 0, where="init", function="rendezvous", collectives=collectives)
-    assert RankState("a", rank).waits_for_anything is anything
+    assert RankState("a", rank).waits_for_unknown is anything
 
 
 # ---- the verdict
@@ -278,7 +278,7 @@ def test_wait_for_someone_outside_is_only_reported(changes: dict[str, object]) -
     policy = Policy(hang_floor_s=5, slow_ceiling_s=5.5)
     assert isinstance(judge([report(*aged(59.0, WAITS, debugged))], ["a"], policy), SuspectedHang)
     verdict = hang_of([report(*aged(1e5, WAITS, debugged))], ["a"], policy)
-    assert not verdict.ends and verdict.why.endswith("; it may still resume")
+    assert not verdict.kills_group and verdict.why.endswith("; it may still resume")
 
 
 def test_worst_culprit_names_cause() -> None:
@@ -345,23 +345,23 @@ def idle(seconds: float, restart_s: float = -1.0, *ranks: RankReport, **changes:
 def test_weak_evidence_ends_a_group_only_where_a_restart_costs_less(found: HangReport, ends: bool) -> None:
     """A plain script, whose saves are its own, gets what torchrun would give it."""
     verdict = hang_of([found], ["a"], PLAIN)
-    assert verdict.ends == ends
+    assert verdict.kills_group == ends
     assert verdict.why.endswith("; it may still resume: the limit is 1800 s") or found.ranks[0].timeout_s or ends
     assert isinstance(judge([replace(found, ranks=aged(59.0, *found.ranks))], ["a"], PLAIN), SuspectedHang)
 
 
 def test_weak_evidence_does_not_spend_the_last_restart() -> None:
     verdict = hang_of([idle(61.0, 0.0)], ["a"], PLAIN, can_restart=False)
-    assert not verdict.ends
+    assert not verdict.kills_group
     floor = hang_of([idle(6.0, 0.0)], ["a"], POLICY, can_restart=False)
-    assert floor.ends, "the floor says so"
+    assert floor.kills_group, "the floor says so"
 
 
 def test_saves_of_every_node_must_be_known() -> None:
     here, there = idle(61.0, 3.0, WAITS), replace(idle(61.0, -1.0, SLEEPS), node="b")
     for restart_s, ends in ((-1.0, False), (50.0, True)):
         verdict = hang_of([here, replace(there, restart_s=restart_s)], ["a", "b"], PLAIN)
-        assert verdict.ends == ends, "rank 0's node knows of the newest save"
+        assert verdict.kills_group == ends, "rank 0's node knows of the newest save"
 
 
 def test_rank_that_trains_is_not_hung() -> None:
@@ -372,7 +372,7 @@ def test_rank_that_trains_is_not_hung() -> None:
         ranks = (replace(waits, idle_s=seconds, waiting_s=seconds), trains)
         found = replace(report(*ranks), restart_s=0.0)
         verdict = hang_of([found], ["a"], PLAIN, progress_s=found.deadline_s)
-        assert (verdict.ends, verdict.waited_s) == (ends, seconds)
+        assert (verdict.kills_group, verdict.waited_s) == (ends, seconds)
         assert "makes progress; 1 rank waits in all_reduce for it" in verdict.why
         debugged = replace(trains, rank=2, slot=2, where="debugger")
         assert isinstance(judge([replace(found, ranks=(*found.ranks, debugged))], ["a"], PLAIN), NoHang)
@@ -380,7 +380,7 @@ def test_rank_that_trains_is_not_hung() -> None:
 
 def test_others_have_ended() -> None:
     verdict = hang_of([idle(61.0, 0.0, replace(WAITS, exited=True), SLEEPS)], ["a"], PLAIN)
-    assert not verdict.ends
+    assert not verdict.kills_group
 
 
 def test_timeout_of_the_script_is_awaited() -> None:
@@ -409,13 +409,13 @@ def test_all_ranks_of_a_node_are_stopped_by_a_scheduler() -> None:
     for seconds, kind in ((PLAIN.stopped_after_s, SuspectedHang), (61.0, Hang), (1e5, Hang)):
         found = judge([report(*(replace(one, stopped_s=seconds) for one in stopped)), waits], ["a", "b"], PLAIN)
         assert isinstance(found, kind)
-        assert isinstance(found, SuspectedHang) or ("are stopped (state T)" in found.why and not found.ends)
+        assert isinstance(found, SuspectedHang) or ("are stopped (state T)" in found.why and not found.kills_group)
     single = [report(stopped[0]), waits]
     for reports, ends in ((single, True), ([single[0], replace(waits, ranks=(replace(stopped[0], rank=2),))], False)):
         found = judge([*reports], ["a", "b"], PLAIN)
-        assert (isinstance(found, Hang) and found.ends) == ends, "all ranks of the job, or that of one node only"
+        assert (isinstance(found, Hang) and found.kills_group) == ends, "all ranks of the job, or that of one node only"
     one = hang_of([report(stopped[0], replace(stopped[1], state="S")), waits], ["a", "b"], PLAIN)
-    assert (one.cause, one.ends) == ("stopped", True)
+    assert (one.cause, one.kills_group) == ("stopped", True)
 
 
 @pytest.mark.parametrize(
@@ -438,15 +438,15 @@ WAITED_IN = "collective in x.py f"
     ("killed", "restart_s", "ends_at"),
     [
         ({}, -1.0, 60.0),
-        ({"collective in y.py g": hang.Killed(1, 117)}, -1.0, 60.0),
-        ({WAITED_IN: hang.Killed(1, 116)}, -1.0, 60.0),
-        ({WAITED_IN: hang.Killed(1, 117)}, -1.0, 1800.0),
-        ({WAITED_IN: hang.Killed(1, 117)}, 0.0, 120.0),
-        ({WAITED_IN: hang.Killed(2, 300)}, 0.0, 240.0),
+        ({"collective in y.py g": hang.KillCount(1, 117)}, -1.0, 60.0),
+        ({WAITED_IN: hang.KillCount(1, 116)}, -1.0, 60.0),
+        ({WAITED_IN: hang.KillCount(1, 117)}, -1.0, 1800.0),
+        ({WAITED_IN: hang.KillCount(1, 117)}, 0.0, 120.0),
+        ({WAITED_IN: hang.KillCount(2, 300)}, 0.0, 240.0),
     ],
 )
-def test_verdict_that_repeats_is_doubted(killed: hang.Kills, restart_s: float, ends_at: float) -> None:
+def test_verdict_that_repeats_is_doubted(killed: hang.KillsByPlace, restart_s: float, ends_at: float) -> None:
     """Whatever the evidence was, if the group waits in the same place again without a step more."""
     for seconds, ends in ((ends_at - 1, False), (ends_at + 1, True)):
         found = judge([idle(seconds, restart_s, *MISMATCHED)], ["a"], PLAIN, kills=killed)
-        assert (isinstance(found, Hang) and found.ends) == ends, seconds
+        assert (isinstance(found, Hang) and found.kills_group) == ends, seconds

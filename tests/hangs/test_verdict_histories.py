@@ -83,7 +83,7 @@ def verdict(group: Group) -> Judgement:
 
 
 def ends(found: Judgement) -> bool:
-    return isinstance(found, Hang) and found.ends
+    return isinstance(found, Hang) and found.kills_group
 
 
 def live(group: Group) -> list[RankReport]:

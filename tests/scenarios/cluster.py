@@ -475,7 +475,7 @@ class Cluster:
                 self._announce_slots(node)
                 self.highest[node.name] = round.number
                 targets = [EvidenceTarget(rank, 1) for rank in round.ranks(node.name)]
-                node.suspicion.begin(round.number, targets, Path("evidence"))
+                node.suspicion.group_started(round.number, targets, Path("evidence"))
                 node.stuck = ""
                 node.member.update_local_facts(next_step_due=self._clock(node))
                 node.member.update_node_record(ready_round=round.number)
@@ -590,7 +590,7 @@ class Cluster:
             self._slot(node, ProcessUnkillable(number, 100 + slot, rank, slot, "D", "rpc_wait"))
         round, node.group = node.group, None
         if node.suspicion is not None:
-            node.suspicion.end()
+            node.suspicion.group_ended()
         node.member.update_local_facts(next_step_due=None)
         self.feed(node, GroupEnded(number))
         self._lose_peers(round, node)

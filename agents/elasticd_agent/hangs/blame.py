@@ -28,14 +28,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP
-from elasticd_agent.hangs.patience import Evidence
+from elasticd_agent.hangs.patience import HangEvidence
 from elasticd_agent.hangs.proofs import prove
-from elasticd_agent.hangs.rank import RENDEZVOUS, RankState, describe_waits, labels
+from elasticd_agent.hangs.rank import RENDEZVOUS_FUNCTION, RankState, describe_waits, labels
 from elasticd_agent.model.phrases import has_have
 
 MOST_PLACES = 4
 """Ranks of one hang that wait in more places than this have no wait that could be recognised again."""
-_WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")
+_CAUSES_WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")
 """The worst of several culprits names the cause: one that works may still finish by itself."""
 
 
@@ -46,14 +46,14 @@ class Blame:
     culprits: tuple[RankState, ...]
     cause: str
     why: str
-    evidence: Evidence = "alike"
+    evidence: HangEvidence = "alike"
     places: tuple[str, ...] = ()
     """The places in which those ranks wait whose wait no other rank could end, or all ranks if each waits for another.
     Empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Gap:
+class _MissingCollective:
     """The device of `waiting` waits in collective `number` of an NCCL group; `late` has not enqueued it."""
 
     waiting: RankState
@@ -63,42 +63,42 @@ class _Gap:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _StalledRanks:
     """The ranks of a group without progress; `live` is not empty, `exited` have ended with code 0."""
 
     live: Sequence[RankState]
     exited: Sequence[RankState]
-    nodes: int
+    node_count: int
 
     @property
-    def is_whole(self) -> bool:
+    def all_nodes_reported(self) -> bool:
         """All nodes have reported."""
-        return len({rank.node for rank in (*self.live, *self.exited)}) == self.nodes
+        return len({rank.node for rank in (*self.live, *self.exited)}) == self.node_count
 
     @cached_property
-    def outside(self) -> list[RankState]:
+    def outside_wait(self) -> list[RankState]:
         """The live ranks that wait for no other rank; without one, those that may wait for anything."""
         stuck = [rank for rank in self.live if rank.holds_gil]
         if len(stuck) == len(self.live) > 1:  # that is the machine, or the heartbeat thread
             stuck = []
-        outside = [rank for rank in self.live if rank in stuck or not (rank.waits or rank in self.unknown)]
-        return outside or [rank for rank in self.live if rank.waits_for_anything]
+        outside = [rank for rank in self.live if rank in stuck or not (rank.waits or rank in self.at_unknown_place)]
+        return outside or [rank for rank in self.live if rank.waits_for_unknown]
 
     @cached_property
-    def unknown(self) -> list[RankState]:
+    def at_unknown_place(self) -> list[RankState]:
         """The live ranks without a stack, of which nothing else says that the others wait for them.
 
         A heartbeat says so where the others wait at a barrier of the session, or make a process group. A stopped
         process, or one that holds the GIL, has no stack because of that.
         """
-        if any(rank.at_barrier or rank.is_joining for rank in self.live):
+        if any(rank.waits_out_of_band or rank.is_joining for rank in self.live):
             return []
-        return [rank for rank in self.live if rank.lacks_stack]
+        return [rank for rank in self.live if rank.is_at_unknown_place]
 
     @cached_property
     def suspects(self) -> list[RankState]:
         """The ranks outside of any wait that the others wait for, as far as that can be told."""
-        suspects = [rank for rank in self.outside if rank.report.phase != "exit"] or self.outside
+        suspects = [rank for rank in self.outside_wait if rank.report.phase != "exit"] or self.outside_wait
         if suspects and any(rank.report.collectives >= 0 for rank in self.live):
             least = min(rank.report.collectives for rank in suspects)
             suspects = [rank for rank in suspects if rank.report.collectives == least]
@@ -119,18 +119,22 @@ class _Group:
         return [rank for rank in self.live if rank.has_pending_collective]
 
     @cached_property
-    def gaps(self) -> list[_Gap]:
+    def missing_collectives(self) -> list[_MissingCollective]:
         """The collectives that devices wait in and that other ranks have not enqueued."""
         completed: dict[int, int] = {}
         for rank in self.pending:
-            for group, number in rank.pending.items():
+            for group, number in rank.last_completed_if_pending.items():
                 completed[group] = max(number, completed.get(group, 0))
         # Nearly all ranks have enqueued everything: of a thousand ranks there are a million pairs.
         behind = [
             rank for rank in self.live if any(n <= completed.get(group, -1) for group, n, _ in rank.report.nccl_groups)
         ]
         pairs = [(waiting, late) for waiting in self.pending for late in behind]
-        return [_Gap(w, late, *missing) for w, late in pairs if (missing := late.has_not_enqueued(w)) is not None]
+        return [
+            _MissingCollective(w, late, *missing)
+            for w, late in pairs
+            if (missing := late.collective_missing_for(w)) is not None
+        ]
 
     def others(self, ranks: Sequence[RankState]) -> list[RankState]:
         return [rank for rank in self.live if rank not in ranks]
@@ -138,9 +142,11 @@ class _Group:
 
 def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) -> Blame:
     """Which of `live`, not empty, hold up the group on that many nodes. `exited`: ranks that ended with code 0."""
-    group = _Group(live, exited, nodes)
+    group = _StalledRanks(live, exited, nodes)
     blamed = next(blamed for rule in RULES if (blamed := rule(group)) is not None)
-    proof = None if any(rank.is_busy for rank in live) else prove(live, exited, whole=group.is_whole)
+    proof = (
+        None if any(rank.is_busy for rank in live) else prove(live, exited, all_ranks_known=group.all_nodes_reported)
+    )
     if proof is not None:
         named = blamed.culprits and blamed.cause in ("missed_collective", "mismatched_collectives")
         if named and not proof.culprits:
@@ -149,13 +155,13 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) ->
             blamed = Blame(proof.culprits, proof.cause, proof.why, "proven")
     culprits = [rank for rank in blamed.culprits if rank in live]
     evidence = "left" if exited and blamed.evidence == "idle" else blamed.evidence
-    unrecorded = any(rank.has_unrecorded_group for rank in live) or _thread_may_come(group, blamed)
+    unrecorded = any(rank.has_unrecorded_group for rank in live) or _thread_may_resolve(group, blamed)
     if evidence in ("alike", "device") and unrecorded:
         evidence = "unrecorded"
-    return replace(blamed, evidence=evidence, places=_places(culprits or group.outside or live))
+    return replace(blamed, evidence=evidence, places=_wait_places(culprits or group.outside_wait or live))
 
 
-def _thread_may_come(group: _Group, found: Blame) -> bool:
+def _thread_may_resolve(group: _StalledRanks, found: Blame) -> bool:
     """Ranks wait for each other, and a thread of one runs code of the script: it may issue what others wait in."""
     apart = found.cause in ("missed_collective", "mismatched_collectives")
     apart = apart or (found.evidence == "alike" and bool(group.behind))
@@ -168,68 +174,68 @@ def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> 
     behind = [rank for rank in others if 0 <= rank.report.collectives < most] or others
     cause = "missed_collective" if any(rank.report.collectives < most for rank in behind) else "spinning"
     waits = f"{_held_up(waiting, behind)} for {max(rank.waiting_s for rank in waiting):.1f} s"
-    why = f"{labels(behind)} {_issued(behind, waiting)}{_activity(behind)}{waits}"
-    return Blame(tuple(behind), cause, why, "overdue", _places(behind))
+    why = f"{labels(behind)} {_describe_lag(behind, waiting)}{_activity(behind)}{waits}"
+    return Blame(tuple(behind), cause, why, "overdue", _wait_places(behind))
 
 
-def _places(ranks: Iterable[RankState]) -> tuple[str, ...]:
+def _wait_places(ranks: Iterable[RankState]) -> tuple[str, ...]:
     """Return the places in which these ranks wait; none if the place of one is unknown."""
-    places = {rank.place for rank in ranks}
+    places = {rank.wait_place for rank in ranks}
     return () if "" in places else tuple(sorted(places))[:MOST_PLACES]
 
 
 # ---- rules: some ranks do not wait for others
 
 
-def _exiting(group: _Group) -> Blame | None:
+def _exiting(group: _StalledRanks) -> Blame | None:
     """Training is done: every live rank is in its exit handlers, or did its last step and computes on."""
     done = max((rank.report.step for rank in group.exited), default=0)
     for rank in group.live:
-        computes = rank in group.outside or rank.report.where == "device"
+        computes = rank in group.outside_wait or rank.report.where == "device"
         if rank.report.phase != "exit" and not (0 < done <= rank.report.step and computes):
             return None
-    culprits = group.outside or (list(group.live) if group.exited else [])
+    culprits = group.outside_wait or (list(group.live) if group.exited else [])
     if not culprits:
         why = f"all ranks wait for each other while they exit: {describe_waits(group.live)}"
         return Blame((), "exiting", why)
     gone = len(group.exited)
     others = f"; {gone} of the others ha{'s' if gone == 1 else 've'} exited" if gone else ""
     why = f"{labels(culprits)} {_activity(culprits)} after training is done{others}"
-    return Blame(tuple(culprits), "exiting", why, _strength(culprits, "exiting"))
+    return Blame(tuple(culprits), "exiting", why, _evidence_outside_wait(culprits, "exiting"))
 
 
-def _all_idle(group: _Group) -> Blame | None:
+def _all_idle(group: _StalledRanks) -> Blame | None:
     """No rank can be told from the others, and none waits for another."""
     if not len(group.suspects) == len(group.live) > 1:
         return None
     activities = "; ".join(f"{rank.label()} {rank.activity()}" for rank in group.live[:3])
     more = "; …" if len(group.live) > 3 else ""
     why = f"all {len(group.live)} ranks are idle and none waits for another: {activities}{more}"
-    return Blame((), "everyone", why, _strength(group.live, "everyone"))
+    return Blame((), "everyone", why, _evidence_outside_wait(group.live, "everyone"))
 
 
-def _not_joined(group: _Group) -> Blame | None:
+def _not_joined(group: _StalledRanks) -> Blame | None:
     """Others make a process group, and the suspects have never been in one."""
     suspects = group.suspects or _at_rendezvous(group)
     joining = [rank for rank in group.others(suspects) if rank.is_joining]
     if not suspects or not joining or any(rank.report.collectives >= 0 for rank in suspects):
         return None
     call = min(rank.report.function or INIT_PROCESS_GROUP for rank in joining)
-    why = f"{labels(suspects)} {has_have(suspects)} not reached {call}{_namely(suspects)}{_activity(suspects)}"
+    why = f"{labels(suspects)} {has_have(suspects)} not reached {call}{_activity_lead(suspects)}{_activity(suspects)}"
     why += _held_up(group.others(suspects), suspects)
-    return Blame(tuple(suspects), "never_joined", why, _strength(suspects, "never_joined"))
+    return Blame(tuple(suspects), "never_joined", why, _evidence_outside_wait(suspects, "never_joined"))
 
 
-def _at_rendezvous(group: _Group) -> list[RankState]:
+def _at_rendezvous(group: _StalledRanks) -> list[RankState]:
     """The ranks that have not even reached the store, where all live ranks make the group."""
-    early = [rank for rank in group.live if rank.is_joining and rank.report.function == RENDEZVOUS]
+    early = [rank for rank in group.live if rank.is_joining and rank.report.function == RENDEZVOUS_FUNCTION]
     return early if all(rank.is_joining for rank in group.live) else []
 
 
-def _missing_in_group(group: _Group) -> Blame | None:
+def _missing_in_group(group: _StalledRanks) -> Blame | None:
     """NCCL's recorder: devices wait in a collective that other ranks of its group have not enqueued."""
-    held_up = [gap.waiting for gap in group.gaps]
-    late = [rank for rank in group.live if any(rank is gap.late for gap in group.gaps)]
+    held_up = [gap.waiting for gap in group.missing_collectives]
+    late = [rank for rank in group.live if any(rank is gap.late for gap in group.missing_collectives)]
     culprits = [rank for rank in late if rank not in group.pending]
     if not late:
         return None
@@ -237,25 +243,25 @@ def _missing_in_group(group: _Group) -> Blame | None:
         return None if group.exited else _no_culprit(group, "some of them in a group that all of its ranks wait in")
     if not culprits:
         why = f"ranks wait for each other in different NCCL groups: {_activity(late)}"
-        return Blame((), "mismatched_collectives", why, _strength_of_cycle(group, late))
+        return Blame((), "mismatched_collectives", why, _evidence_of_cycle(group, late))
     return _not_enqueued(group, culprits)
 
 
-def _not_enqueued(group: _Group, culprits: Sequence[RankState]) -> Blame:
+def _not_enqueued(group: _StalledRanks, culprits: Sequence[RankState]) -> Blame:
     """No device of `culprits` waits, and other ranks' devices wait for them."""
-    gaps = [gap for gap in group.gaps if gap.late in culprits]
+    gaps = [gap for gap in group.missing_collectives if gap.late in culprits]
     first = next(gap for gap in gaps if gap.late is culprits[0])
     waiting = [rank for rank in group.pending if any(rank is gap.waiting for gap in gaps)]
     why = f"{labels(culprits)} {has_have(culprits)} not enqueued collective {first.number:,} of the NCCL group of "
-    why += f"{_members(group, first.group)}{_namely(culprits)}{_activity(culprits)}{_held_up(waiting, culprits)}"
+    why += f"{_members(group, first.group)}{_activity_lead(culprits)}{_activity(culprits)}{_held_up(waiting, culprits)}"
     if all(rank.report.phase == "exit" or rank.report.where in ("collective", "barrier") for rank in culprits):
-        evidence: Evidence = "proven" if _only_wait(group, group.live) else "idle"
+        evidence: HangEvidence = "proven" if _only_wait(group, group.live) else "idle"
         return Blame(tuple(culprits), "missed_collective", why, evidence)
-    cause = min((rank.likely_cause for rank in culprits), key=_WORST_FIRST.index)
-    return Blame(tuple(culprits), cause, why, _strength(culprits, cause))
+    cause = min((rank.likely_cause for rank in culprits), key=_CAUSES_WORST_FIRST.index)
+    return Blame(tuple(culprits), cause, why, _evidence_outside_wait(culprits, cause))
 
 
-def _strength_of_cycle(group: _Group, ranks: Sequence[RankState]) -> Evidence:
+def _evidence_of_cycle(group: _StalledRanks, ranks: Sequence[RankState]) -> HangEvidence:
     """Return the evidence against ranks whose devices wait for each other.
 
     One whose main thread waits in gloo may do so for a rank that is healthy.
@@ -265,37 +271,37 @@ def _strength_of_cycle(group: _Group, ranks: Sequence[RankState]) -> Evidence:
     return "unrecorded" if any(rank.report.where == "collective" for rank in ranks) else "device"
 
 
-def _only_wait(group: _Group, ranks: Sequence[RankState]) -> bool:
+def _only_wait(group: _StalledRanks, ranks: Sequence[RankState]) -> bool:
     """True if these ranks, with all of their code, wait for ranks of the job: other code may enqueue what others wait
     in.
 
     These counts do not tell whether a rank waits in a collective of NCCL, or in one of gloo that makes progress:
     only recordings may prove that.
     """
-    return group.is_whole and all(
-        rank.knows_members
+    return group.all_nodes_reported and all(
+        rank.has_only_job_groups
         and not rank.has_unrecorded_group
         and rank.report.alone
         and rank.report.phase != "exit"
-        and (rank.at_barrier or (rank.report.where == "device" and rank.has_pending_collective))
+        and (rank.waits_out_of_band or (rank.report.where == "device" and rank.has_pending_collective))
         for rank in ranks
     )
 
 
-def _outside_a_wait(group: _Group) -> Blame | None:
+def _outside_a_wait(group: _StalledRanks) -> Blame | None:
     """The suspects are at work, blocked or ending while others wait."""
     suspects = group.suspects
     if not suspects:
         return None
     others = group.others(suspects)
-    cause = min((rank.likely_cause for rank in suspects), key=_WORST_FIRST.index)
+    cause = min((rank.likely_cause for rank in suspects), key=_CAUSES_WORST_FIRST.index)
     if cause == "blocked" and all(rank.report.phase == "exit" for rank in suspects):
         cause = "missed_collective"
-    why = f"{labels(suspects)} {_issued(suspects, others)}{_activity(suspects)}{_held_up(others, suspects)}"
-    return Blame(tuple(suspects), cause, why, _strength(suspects, cause))
+    why = f"{labels(suspects)} {_describe_lag(suspects, others)}{_activity(suspects)}{_held_up(others, suspects)}"
+    return Blame(tuple(suspects), cause, why, _evidence_outside_wait(suspects, cause))
 
 
-def _strength(culprits: Sequence[RankState], cause: str) -> Evidence:
+def _evidence_outside_wait(culprits: Sequence[RankState], cause: str) -> HangEvidence:
     """The evidence against ranks outside of a wait: as weak as against the one that is most likely healthy."""
     if any(rank.is_busy for rank in culprits):
         return "working"
@@ -309,7 +315,7 @@ def _strength(culprits: Sequence[RankState], cause: str) -> Evidence:
 # ---- rules: all live ranks wait
 
 
-def _skipped_session_call(group: _Group) -> Blame | None:
+def _skipped_session_call(group: _StalledRanks) -> Blame | None:
     """Ranks wait in a call of the session for one that has exited, or that waits in a collective beyond it.
 
     A rank in an earlier step than theirs waits for them, not they for it.
@@ -326,16 +332,16 @@ def _skipped_session_call(group: _Group) -> Blame | None:
     if not culprits:
         return None
     call = waiting[0].report.wait_call
-    why = f"{labels(culprits)} {has_have(culprits)} not called {call}; all ranks must{_namely(culprits)}"
+    why = f"{labels(culprits)} {has_have(culprits)} not called {call}; all ranks must{_activity_lead(culprits)}"
     return Blame(tuple(culprits), "missed_collective", why + _activity(culprits), "idle")
 
 
-def _exited_early(group: _Group) -> Blame | None:
+def _exited_early(group: _StalledRanks) -> Blame | None:
     """The rule for ranks that exited while others still wait: the minority is to blame."""
     live, exited = group.live, group.exited
     if not exited:
         return None
-    fewer = _issued(exited, live)
+    fewer = _describe_lag(exited, live)
     if len(exited) > len(live):
         why = f"{labels(live)} {_activity(live)} for ranks that have all exited with code 0"
         return Blame(tuple(live), "missed_collective", why)
@@ -343,65 +349,65 @@ def _exited_early(group: _Group) -> Blame | None:
     return Blame(tuple(exited), "missed_collective", f"{labels(exited)} {done}{_held_up(live, exited)}")
 
 
-def _single_rank(group: _Group) -> Blame | None:
+def _single_rank(group: _StalledRanks) -> Blame | None:
     """The rule for a single live rank: it waits for something outside the job."""
     if len(group.live) > 1:
         return None
     rank = group.live[0]
     why = f"{rank.label()} {rank.activity()}, and there is no other rank"
-    return Blame((rank,), "blocked", why, "no_stack" if group.unknown else "device")
+    return Blame((rank,), "blocked", why, "no_stack" if group.at_unknown_place else "device")
 
 
-def _behind_in_ras(group: _Group) -> Blame | None:
+def _behind_in_ras(group: _StalledRanks) -> Blame | None:
     """NCCL's RAS, where no recorder counts: ranks have launched fewer collectives of a communicator than others.
 
     It does not tell what is completed, so it names ranks and does not shorten any patience.
     """
     if any(rank.report.nccl_groups for rank in group.live):
         return None
-    late = [rank for rank in group.live if rank.is_behind]
+    late = [rank for rank in group.live if rank.is_behind_in_ras]
     ahead = [rank for rank in group.live if any(count.launched == count.most for count in rank.report.launches)]
     culprits = [rank for rank in late if rank not in ahead]
     if not late or len(culprits) == len(group.live):
         return None
     if not culprits:
         why = f"ranks wait for each other in different NCCL communicators: {_activity(late)}"
-        return Blame((), "mismatched_collectives", why, _strength_of_wait(late))
+        return Blame((), "mismatched_collectives", why, _evidence_of_waiting(late))
     first = culprits[0].report.launches[0]
     others = group.others(culprits)
     why = (
         f"{labels(culprits)} {has_have(culprits)} launched {first.launched:,} {first.operation} operations of an NCCL "
     )
     why += f"communicator ({first.communicator[:16]}), the foremost rank {first.most:,}, unchanged in two answers of "
-    why += f"NCCL's RAS{_namely(culprits)}{_activity(culprits)}{_held_up(others, culprits)}"
-    evidence = _strength_of_wait(culprits)
+    why += f"NCCL's RAS{_activity_lead(culprits)}{_activity(culprits)}{_held_up(others, culprits)}"
+    evidence = _evidence_of_waiting(culprits)
     return Blame(tuple(culprits), "missed_collective" if evidence == "alike" else "blocked", why, evidence)
 
 
-def _strength_of_wait(ranks: Sequence[RankState]) -> Evidence:
+def _evidence_of_waiting(ranks: Sequence[RankState]) -> HangEvidence:
     """The evidence against ranks that nothing else tells apart: weak where one is at an unknown place."""
     if not all(rank.waits for rank in ranks):
         return "idle"
     return "device" if any(rank.report.where == "device" for rank in ranks) else "alike"
 
 
-def _pending_alike(group: _Group) -> Blame | None:
+def _pending_alike(group: _StalledRanks) -> Blame | None:
     """NCCL's recorder: all devices wait in collectives that all ranks have enqueued, however far some run ahead."""
-    if len(group.pending) < len(group.live) or group.gaps:
+    if len(group.pending) < len(group.live) or group.missing_collectives:
         return None
     return _no_culprit(group, "and every rank has enqueued what the others wait in")
 
 
-def _other_sources(group: _Group) -> Blame | None:
+def _different_broadcast_sources(group: _StalledRanks) -> Blame | None:
     """All have issued the broadcast that some wait in, and no byte is under way: the recorder keeps no sources."""
     live = group.live
-    if not group.is_whole or not all(rank.has_nothing_under_way for rank in live):
+    if not group.all_nodes_reported or not all(rank.has_no_data_in_flight for rank in live):
         return None
     tails = [(rank, tail) for rank in live for tail in rank.report.groups]
     broadcasts = {
         broadcast.group: (waiting, broadcast)
         for waiting, broadcast in tails
-        if waiting.is_recorded and dict(broadcast.kinds).get(broadcast.pending, "").startswith("broadcast")
+        if waiting.wait_is_recorded and dict(broadcast.kinds).get(broadcast.pending, "").startswith("broadcast")
     }
     for waiting, broadcast in broadcasts.values():
         same = [(rank, tail) for rank, tail in tails if tail.group == broadcast.group]
@@ -415,17 +421,17 @@ def _other_sources(group: _Group) -> Blame | None:
     return None
 
 
-def _behind_without_stack(group: _Group) -> Blame | None:
+def _behind_without_stack(group: _StalledRanks) -> Blame | None:
     """All that is known of the ranks that are behind is that they are."""
     behind = group.behind
-    if not behind or any(rank not in group.unknown for rank in behind):
+    if not behind or any(rank not in group.at_unknown_place for rank in behind):
         return None
     others = group.others(behind)
-    why = f"{labels(behind)} {_issued(behind, others)}{_activity(behind)}{_held_up(others, behind)}"
+    why = f"{labels(behind)} {_describe_lag(behind, others)}{_activity(behind)}{_held_up(others, behind)}"
     return Blame(tuple(behind), "blocked", why, "idle" if any(rank.waits for rank in others) else "no_stack")
 
 
-def _skipped_in_last_step(group: _Group) -> Blame | None:
+def _skipped_in_last_step(group: _StalledRanks) -> Blame | None:
     """A minority issued fewer collectives in its last step than the others in theirs, and is not behind them."""
     live = group.live
     minority = _minority(live, [rank.report.usual for rank in live], max)
@@ -438,53 +444,53 @@ def _skipped_in_last_step(group: _Group) -> Blame | None:
     return Blame(odd, "missed_collective", f"{why}: {describe_waits(live)}")
 
 
-def _split_by_node(group: _Group) -> Blame | None:
+def _split_by_node(group: _StalledRanks) -> Blame | None:
     """Some are behind, and all ranks of each node are at the same place: a fault of one rank looks different.
 
     The ranks ahead were done with what the others wait in: the root of a broadcast does not wait for its receivers.
     """
     at: dict[str, set[tuple[int, str]]] = {}
     for rank in group.live:
-        at.setdefault(rank.node, set()).add((rank.report.collectives, _kind(rank)))
+        at.setdefault(rank.node, set()).add((rank.report.collectives, _wait_kind(rank)))
     if not group.behind or len(at) < 2 or any(len(places) > 1 for places in at.values()):
         return None
     return _no_culprit(group, f"ranks on {' and '.join(sorted({rank.node for rank in group.behind}))} are behind")
 
 
-def _mismatched(group: _Group) -> Blame | None:
+def _mismatched(group: _StalledRanks) -> Blame | None:
     """Ranks wait in different collectives or barriers, and so for each other."""
     live = group.live
-    known = [rank for rank in live if rank.report.where != "device" and rank not in group.unknown]
-    kinds = Counter(map(_kind, known))
+    known = [rank for rank in live if rank.report.where != "device" and rank not in group.at_unknown_place]
+    kinds = Counter(map(_wait_kind, known))
     if len(kinds) < 2:
         return None
-    at_barriers = [rank for rank in live if rank.at_barrier]
+    at_barriers = [rank for rank in live if rank.waits_out_of_band]
     others = group.others(at_barriers)
-    if at_barriers and len(at_barriers) <= len(others) and (fewer := _issued(at_barriers, others)):
+    if at_barriers and len(at_barriers) <= len(others) and (fewer := _describe_lag(at_barriers, others)):
         why = f"{labels(at_barriers)} {fewer}{_activity(at_barriers)}"
         return Blame(tuple(at_barriers), "missed_collective", why + _held_up(others, at_barriers), "idle")
     (common, most), (_, next_most) = kinds.most_common(2)
     why = f"ranks wait in different collectives: {describe_waits(live)}"
     if most == next_most:
         return Blame((), "mismatched_collectives", why)
-    odd = tuple(rank for rank in known if _kind(rank) != common)
+    odd = tuple(rank for rank in known if _wait_kind(rank) != common)
     differ = "differs" if len(odd) == 1 else "differ"
     return Blame(odd, "mismatched_collectives", f"{why}; {labels(odd)} {differ} from the others")
 
 
-def _minority_behind(group: _Group) -> Blame | None:
+def _minority_behind(group: _StalledRanks) -> Blame | None:
     """Fewer than half of the ranks are behind."""
     behind = group.behind
     if not behind or 2 * len(behind) >= len(group.live):
         return None
     others = group.others(behind)
-    why = f"{labels(behind)} {_issued(behind, others)}{_activity(behind)}{_held_up(others, behind)}"
+    why = f"{labels(behind)} {_describe_lag(behind, others)}{_activity(behind)}{_held_up(others, behind)}"
     if behind[0].report.where == "device":
         return Blame(tuple(behind), "blocked", why, "device")
     return Blame(tuple(behind), "missed_collective", why)
 
 
-def _ahead_in_steps(group: _Group) -> Blame | None:
+def _ahead_in_steps(group: _StalledRanks) -> Blame | None:
     """All have issued as many collectives, and a minority has made more steps with them."""
     if group.behind:
         return None
@@ -495,7 +501,7 @@ def _ahead_in_steps(group: _Group) -> Blame | None:
     return Blame(odd, "missed_collective", f"{why}: {describe_waits(group.live)}")
 
 
-def _network(group: _Group) -> Blame:
+def _network(group: _StalledRanks) -> Blame:
     """Nothing tells the ranks apart."""
     if group.behind:
         return _no_culprit(group, "no rank stands out")
@@ -503,18 +509,18 @@ def _network(group: _Group) -> Blame:
     return _no_culprit(group, "none is behind" + (f" after {issued:,} collectives" if issued >= 0 else ""))
 
 
-def _no_culprit(group: _Group, finding: str) -> Blame:
+def _no_culprit(group: _StalledRanks, finding: str) -> Blame:
     idle = f"for {min(rank.report.idle_s for rank in group.live):.1f} s"
     what = "the backend, or tensors that differ"
-    if group.nodes > 1:
-        what = f"the network between {group.nodes} nodes, or the backend"
+    if group.node_count > 1:
+        what = f"the network between {group.node_count} nodes, or the backend"
     device = any(rank.report.where == "device" or rank.has_pending_collective for rank in group.live)
     waits = describe_waits(group.live) or f"{len(group.live)} ranks make no progress"
-    evidence: Evidence = "no_stack" if group.unknown else "device" if device else "alike"
+    evidence: HangEvidence = "no_stack" if group.at_unknown_place else "device" if device else "alike"
     return Blame((), "network", f"{waits} {idle}, {finding}: {what}", evidence)
 
 
-RULES: tuple[Callable[[_Group], Blame | None], ...] = (
+RULES: tuple[Callable[[_StalledRanks], Blame | None], ...] = (
     _exiting,
     _all_idle,
     _not_joined,
@@ -526,7 +532,7 @@ RULES: tuple[Callable[[_Group], Blame | None], ...] = (
     _single_rank,
     _behind_in_ras,
     _pending_alike,
-    _other_sources,
+    _different_broadcast_sources,
     _behind_without_stack,
     _skipped_in_last_step,
     _split_by_node,
@@ -538,8 +544,8 @@ RULES: tuple[Callable[[_Group], Blame | None], ...] = (
 """The first one that answers decides; the last one always does."""
 
 
-def _kind(rank: RankState) -> str:
-    return f"barrier {rank.report.barrier!r}" if rank.at_barrier else rank.report.function or rank.report.where
+def _wait_kind(rank: RankState) -> str:
+    return f"barrier {rank.report.barrier!r}" if rank.waits_out_of_band else rank.report.function or rank.report.where
 
 
 def _minority(
@@ -557,14 +563,14 @@ def _minority(
 # ---- words
 
 
-def _issued(ranks: Sequence[RankState], others: Sequence[RankState]) -> str:
+def _describe_lag(ranks: Sequence[RankState], others: Sequence[RankState]) -> str:
     """The collectives that `ranks` are behind, in words; "" if they are not."""
     mine = max(rank.report.collectives for rank in ranks)
     counts = [rank.report.collectives for rank in others]
     if not counts or mine < 0 or max(counts) <= mine:
         return ""
     theirs = f"{max(counts):,}" if min(counts) == max(counts) else f"up to {max(counts):,}"
-    return f"{has_have(ranks)} issued {mine:,} collectives, the others {theirs}{_namely(ranks)}"
+    return f"{has_have(ranks)} issued {mine:,} collectives, the others {theirs}{_activity_lead(ranks)}"
 
 
 def _activity(ranks: Sequence[RankState]) -> str:
@@ -575,7 +581,7 @@ def _activity(ranks: Sequence[RankState]) -> str:
     return f"({'; '.join(f'rank {rank.report.rank} {rank.activity()}' for rank in ranks[:3])}{more})"
 
 
-def _members(group: _Group, nccl_group: int) -> str:
+def _members(group: _StalledRanks, nccl_group: int) -> str:
     numbers = [
         rank.report.rank for rank in group.live if any(number == nccl_group for number, _, _ in rank.report.nccl_groups)
     ]
@@ -588,5 +594,5 @@ def _held_up(waiting: Sequence[RankState], culprits: Sequence[RankState]) -> str
     return f"; {waits} for {'it' if len(culprits) == 1 else 'them'}" if waits else ""
 
 
-def _namely(ranks: Sequence[RankState]) -> str:
+def _activity_lead(ranks: Sequence[RankState]) -> str:
     return ": it " if len(ranks) == 1 else " "

@@ -19,14 +19,14 @@ EXCLUDED_STEPS = 2
 """The first steps of a round compile, allocate and fill caches: the others take less."""
 HALF_LIFE_STEPS = 200
 """Steps in which the longest one is forgotten by half: one slow step in a hundred is still remembered to 70 %."""
-HALF_LIFE_VISITS = 10
+HALF_LIFE_PHASE_VISITS = 10
 """The same for evaluations and checkpoints, which are few."""
 YOUNG_STEPS, YOUNG_FACTOR = 200, 5.0
 """A job with fewer steps may not have shown its slow ones, one in a hundred, twenty times as slow: until then a step
 may take the hang factor times this many usual ones."""
 EXIT_FLOOR_S = 5.0
 """Exit handlers have no past to learn from: this is their least deadline."""
-LEAST_STARTUP_S = 600.0
+STARTUP_FLOOR_S = 600.0
 """A start-up that was quick once may be slower in another round: by a restore, or by a wait at each start."""
 MOST_STEPS_PER_LOOK = 64
 """At most this many of the steps between two observations are learned: their average is settled by then."""
@@ -35,12 +35,12 @@ MOST_STEPS_PER_LOOK = 64
 @dataclass(frozen=True, slots=True)
 class LearnedDurations:
     longest_s: Mapping[str, float] = field(default_factory=dict)  #: the decaying maximum by phase; "step": of one step
-    steps: int = 0  #: the steps of this round
-    counted: int = 0  #: all steps that counted, which took `total_s`
-    total_s: float = 0.0
-    startup_s: float | None = None
+    round_steps: int = 0  #: the steps of this round
+    counted_steps: int = 0  #: all steps that counted, which took `counted_steps_s`
+    counted_steps_s: float = 0.0
+    longest_startup_s: float | None = None
     """The longest time without progress before the first step of a group that has made one."""
-    pause_s: float = 0.0
+    longest_pause_s: float = 0.0
     """The longest pause without any sign of work that the job has survived, after the first steps of a round and
     outside of declared phases."""
 
@@ -48,14 +48,19 @@ class LearnedDurations:
 def record_duration(learned: LearnedDurations, phase: str, seconds: float) -> LearnedDurations:
     """Add the duration of one step ("step"), or of one visit to another phase."""
     step = phase == "step"
-    if step and learned.steps < EXCLUDED_STEPS:
-        return replace(learned, steps=learned.steps + 1)
-    decay = 0.5 ** (1 / (HALF_LIFE_STEPS if step else HALF_LIFE_VISITS))
+    if step and learned.round_steps < EXCLUDED_STEPS:
+        return replace(learned, round_steps=learned.round_steps + 1)
+    decay = 0.5 ** (1 / (HALF_LIFE_STEPS if step else HALF_LIFE_PHASE_VISITS))
     longest = max(seconds, learned.longest_s.get(phase, 0.0) * decay)
     learned = replace(learned, longest_s={**learned.longest_s, phase: longest})
     if not step:
         return learned
-    return replace(learned, steps=learned.steps + 1, counted=learned.counted + 1, total_s=learned.total_s + seconds)
+    return replace(
+        learned,
+        round_steps=learned.round_steps + 1,
+        counted_steps=learned.counted_steps + 1,
+        counted_steps_s=learned.counted_steps_s + seconds,
+    )
 
 
 def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, policy: Policy) -> float:
@@ -65,15 +70,19 @@ def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, policy:
         return max(floor, EXIT_FLOOR_S)
     if not has_stepped:
         ceiling_s = policy.startup_ceiling_s if phase == "starting" else policy.first_step_ceiling_s
-        if learned.startup_s is None:
+        if learned.longest_startup_s is None:
             return ceiling_s
-        least_s = min(ceiling_s, LEAST_STARTUP_S) if policy.hang_floor_s is None else policy.hang_floor_s
-        return max(least_s, policy.hang_factor * learned.startup_s)
+        least_s = min(ceiling_s, STARTUP_FLOOR_S) if policy.hang_floor_s is None else policy.hang_floor_s
+        return max(least_s, policy.hang_factor * learned.longest_startup_s)
     phase = phase if phase in ("checkpoint", "eval") else "step"
     longest = learned.longest_s.get(phase)
     if longest is None:
         return max(floor, policy.progress_ceiling_s)
-    usual_s = learned.total_s / learned.counted if phase == "step" and learned.counted < YOUNG_STEPS else 0.0
+    usual_s = (
+        learned.counted_steps_s / learned.counted_steps
+        if phase == "step" and learned.counted_steps < YOUNG_STEPS
+        else 0.0
+    )
     long_s = policy.hang_factor * max(longest, YOUNG_FACTOR * usual_s)
     return max(floor, min(long_s, max(policy.progress_ceiling_s, 2 * longest)))
 
@@ -84,7 +93,7 @@ class StepHistory:
 
     policy: Policy
     _durations: LearnedDurations = field(default_factory=LearnedDurations)
-    _steps_before: int = 0
+    _steps_of_earlier_rounds: int = 0
     _high_water: int = 0
     _ever_stepped: bool = False
     _step: int = 0
@@ -97,14 +106,14 @@ class StepHistory:
     _donors: set[int] = field(default_factory=set)
 
     @property
-    def pause_s(self) -> float:
+    def longest_pause_s(self) -> float:
         """The longest idle pause that this job has survived here."""
-        return self._durations.pause_s
+        return self._durations.longest_pause_s
 
-    def begin(self) -> None:
+    def group_started(self) -> None:
         """A new group starts; the steps of the last one count as done."""
-        self._steps_before = self._high_water
-        self._durations = replace(self._durations, steps=0)  # the first ones are excluded again
+        self._steps_of_earlier_rounds = self._high_water
+        self._durations = replace(self._durations, round_steps=0)  # the first ones are excluded again
         self._step = 0
         self._step_at = 0.0
         self._looked_at = self._idle_s = self._startup_s = 0.0
@@ -112,7 +121,7 @@ class StepHistory:
         self._saved_at = None
         self._donors = set()
 
-    def high_water(self, seen: Observation) -> int:
+    def update_high_water(self, seen: Observation) -> int:
         """The highest step seen so far.
 
         A Session counts the job's steps. The optimizer hook counts those of a process, which begins at 0 in each round:
@@ -121,11 +130,11 @@ class StepHistory:
         if any(beat.source == Source.SESSION for beat in seen.heartbeats):
             self._high_water = max(self._high_water, seen.step)
         else:
-            self._high_water = max(self._high_water, self._steps_before + seen.step)
+            self._high_water = max(self._high_water, self._steps_of_earlier_rounds + seen.step)
         self._ever_stepped = self._ever_stepped or seen.step > 0
         return self._high_water
 
-    def deadline_s(self, seen: Observation) -> float:
+    def learn_deadline_s(self, seen: Observation) -> float:
         """After how long without progress this group is suspicious.
 
         0, never, for a program that takes no optimizer step and makes no process group, or is no Python at all.
@@ -142,7 +151,7 @@ class StepHistory:
         """A checkpoint was on the disk after so long, as far as training may wait for it: most pauses are not seen."""
         self._durations = record_duration(self._durations, "checkpoint", seconds)
 
-    def state_kept(self, mono: float) -> None:
+    def state_saved(self, mono: float) -> None:
         """The state of this CLOCK_MONOTONIC time is saved or, of a session with attached objects, the first one."""
         self._saved_at = max(mono, self._saved_at or mono)
 
@@ -150,7 +159,7 @@ class StepHistory:
         """Note that `rank` saves its state at a fault, or does not. If one rank does, a restart repeats nothing."""
         self._donors = self._donors | {rank} if saves else self._donors - {rank}
 
-    def restart_s(self, seen: Observation) -> float:
+    def lost_by_restart_s(self, seen: Observation) -> float:
         """The training that a restart would repeat, as far as this node knows; -1: the script saves by itself."""
         if self._saved_at is None:
             return -1.0
@@ -161,8 +170,8 @@ class StepHistory:
         if not self._step:
             self._startup_s = max(seen.idle_s, self._startup_s)
             if seen.step > 0:
-                longest_s = max(self._startup_s, self._durations.startup_s or 0.0)
-                self._durations = replace(self._durations, startup_s=longest_s)
+                longest_s = max(self._startup_s, self._durations.longest_startup_s or 0.0)
+                self._durations = replace(self._durations, longest_startup_s=longest_s)
         self._record_pause(seen)
         for rank in seen.ranks:
             phase, since = self._phases.get(rank.rank, ("", now))
@@ -183,8 +192,10 @@ class StepHistory:
 
     def _record_pause(self, seen: Observation) -> None:
         """A pause is over when there is progress again; it was an idle one if no rank worked in it."""
-        if seen.idle_s < self._idle_s and self._durations.steps > EXCLUDED_STEPS:
-            self._durations = replace(self._durations, pause_s=max(self._idle_s, self._durations.pause_s))
+        if seen.idle_s < self._idle_s and self._durations.round_steps > EXCLUDED_STEPS:
+            self._durations = replace(
+                self._durations, longest_pause_s=max(self._idle_s, self._durations.longest_pause_s)
+            )
         live = [RankState("", rank) for rank in seen.ranks if not rank.exited]
         declared = any(rank.report.phase in ("checkpoint", "eval", "barrier") for rank in live)
         self._idle_s = 0.0 if declared or any(rank.is_busy for rank in live) else seen.idle_s

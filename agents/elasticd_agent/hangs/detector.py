@@ -27,7 +27,7 @@ from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector.request import VERDICT
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.hangs.verdict import describe_wait, reason_to_suspect
+from elasticd_agent.hangs.verdict import describe_likely_culprit, reason_to_suspect
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankLocation, RecordedVerdict
 
@@ -35,7 +35,7 @@ REPORT_INTERVALS_S = (0.5, 0.5, 1.0, 2.0, 4.0, 5.0)
 """Between reports while a suspicion lasts, which may be an evaluation of an hour."""
 GATHER_INTERVALS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Between gatherings of evidence then."""
-MENTION_INTERVAL_S = 60.0
+SUSPICION_LOG_INTERVAL_S = 60.0
 """Between the log lines of a suspicion that lasts: a long upload, a person at a debugger."""
 KEPT_REPORTS = 200
 
@@ -60,88 +60,88 @@ class HangDetector:
     publish: Callable[[HangReport | None], None]  #: to the leader; None withdraws the report
     listener: SuspicionListener
     report_every_look: bool  #: the leader is in this process, so that reports cost nothing
-    links_s: float = 0.0
+    retransmission_s: float = 0.0
     last_verdict: RecordedVerdict | None = None  #: the verdict that is in `last_verdict_dir`, or soon will be
     last_verdict_dir: Path = Path()
     _round: int = 0
     _targets: Sequence[EvidenceTarget] = ()
     _starting: bool = False
     _directory: Path = Path()
-    _requested_round: int = 0
-    _why: str = ""
+    _report_requested_round: int = 0
+    _own_suspicion: str = ""
     _suspicious_since: float = 0.0
-    _mentioned_at: float = 0.0
-    _open_since: float | None = None
-    _evidence_found: GatheredEvidence | None = None
-    _complete: bool = False
+    _suspicion_logged_at: float = 0.0
+    _reporting_since: float | None = None
+    _gathered: GatheredEvidence | None = None
+    _evidence_complete: bool = False
     _gathering: bool = False
-    _gather_at: float = 0.0
+    _next_gather_at: float = 0.0
     _gather_count: int = 0
-    _report_at: float = 0.0
+    _next_report_at: float = 0.0
     _reports: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_REPORTS))
     _report_count: int = 0
     _dump_replies: list[DumpReply] = field(default_factory=list)
 
-    def expect(self, number: int) -> None:
+    def group_expected(self, number: int) -> None:
         """The group of round `number` is about to start: other nodes wait for its ranks, and shall know why."""
-        self.end()
+        self.group_ended()
         self._round = number
         self._starting = True
 
-    def begin(self, number: int, targets: Sequence[EvidenceTarget], directory: Path) -> None:
+    def group_started(self, number: int, targets: Sequence[EvidenceTarget], directory: Path) -> None:
         """The group of round `number` runs; its evidence goes to `directory`."""
-        self.end()
+        self.group_ended()
         self._round = number
         self._targets = targets
         self._directory = directory
         self._reports.clear()
 
-    def end(self) -> None:
+    def group_ended(self) -> None:
         """The group has ended."""
-        if self._evidence_found is not None:
+        if self._gathered is not None:
             self.evidence.discard()  # evidence of processes that are being ended is misleading
-        if self._open_since is not None:
+        if self._reporting_since is not None:
             self.publish(None)
-        if self._open_since is not None and self._targets:
+        if self._reporting_since is not None and self._targets:
             self._write(f"reports-{self.node}.jsonl", "".join(line + "\n" for line in self._reports))
-        self._open_since = None
-        self._evidence_found = None
-        self._complete = False
-        self._why = ""
+        self._reporting_since = None
+        self._gathered = None
+        self._evidence_complete = False
+        self._own_suspicion = ""
         self._targets = ()
         self._starting = False
 
     def report_requested(self, number: int, on: bool) -> None:
         """The leader requests reports of round `number`, or withdraws the request."""
-        self._requested_round = number if on else 0
+        self._report_requested_round = number if on else 0
 
     @property
     def suspected(self) -> bool:
         """This node or another one suspects a hang of the group that runs here."""
-        return self._open_since is not None
+        return self._reporting_since is not None
 
     def update(
-        self, seen: Observation, deadline_s: float, now: float, pause_s: float = 0.0, restart_s: float = -1.0
+        self, seen: Observation, deadline_s: float, now: float, pause_s: float = 0.0, lost_by_restart_s: float = -1.0
     ) -> None:
         """Take one observation, and what has been learned of the job: gather evidence and report as is due."""
         if seen.round != self._round or not (self._targets or self._starting):
             return
         if seen.pids:
             self._targets = [replace(target, pid=pid) for target, pid in zip(self._targets, seen.pids, strict=True)]
-        report = replace(self._report_of(seen, deadline_s), pause_s=pause_s, restart_s=restart_s)
+        report = replace(self._report_of(seen, deadline_s), pause_s=pause_s, restart_s=lost_by_restart_s)
         why = reason_to_suspect(report, self.policy) or ""
-        if not why and self._requested_round != self._round:
-            self._clear(now)
+        if not why and self._report_requested_round != self._round:
+            self._withdraw_report(now)
             return
-        if self._open_since is None:
-            self._open_since = self._gather_at = self._report_at = now
-            self._evidence_found = None  # a dump from before says nothing about now
-            self._complete = False
+        if self._reporting_since is None:
+            self._reporting_since = self._next_gather_at = self._next_report_at = now
+            self._gathered = None  # a dump from before says nothing about now
+            self._evidence_complete = False
             self._gather_count = self._report_count = 0
         self._set_suspicion(why, now, report)
-        if self._targets and now >= self._gather_at and not self._gathering:
+        if self._targets and now >= self._next_gather_at and not self._gathering:
             self._gather(why or "another node suspects a hang", self._directory)
-        if self.report_every_look or now >= self._report_at:
+        if self.report_every_look or now >= self._next_report_at:
             self._publish(replace(report, why=why, turn=self._report_count), now)
 
     def evidence_gathered(self, found: GatheredEvidence, now: float) -> None:
@@ -153,18 +153,18 @@ class HangDetector:
         self._dump_replies.clear()
         if found.round != self._round:
             return
-        self._evidence_found = _with_earlier(found, self._evidence_found)
-        missing = not all(rank.source for rank in self._evidence_found.ranks)
+        self._gathered = _keep_earlier_stacks(found, self._gathered)
+        missing = not all(rank.source for rank in self._gathered.ranks)
         if (found.late or found.trouble) and self._gather_count == 0 and missing:
             self._gather_count = 1  # the helper came too late for some stack, as on a busy machine: once more
-            self._gather_at = now
+            self._next_gather_at = now
             return
-        self._complete = True
-        self._gather_at = now + GATHER_INTERVALS_S[min(self._gather_count, len(GATHER_INTERVALS_S) - 1)]
+        self._evidence_complete = True
+        self._next_gather_at = now + GATHER_INTERVALS_S[min(self._gather_count, len(GATHER_INTERVALS_S) - 1)]
         self._gather_count += 1
-        self._report_at = now
+        self._next_report_at = now
 
-    def hang_found(self, hang: HangVerdict) -> Path | None:
+    def write_verdict(self, hang: HangVerdict) -> Path | None:
         """Write the verdict with its reports beside the evidence. Returns that directory; None for another round's."""
         if hang.round != self._round:
             return None
@@ -186,35 +186,33 @@ class HangDetector:
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
-    def _clear(self, now: float) -> None:
+    def _withdraw_report(self, now: float) -> None:
         """End the suspicion: withdraw the report, and forget evidence that described another moment."""
-        if self._open_since is not None:
+        if self._reporting_since is not None:
             self.publish(None)
         self._set_suspicion("", now)
-        self._open_since = None
-        self._evidence_found = None
-        self._complete = False
+        self._reporting_since = None
+        self._gathered = None
+        self._evidence_complete = False
 
     def _set_suspicion(self, why: str, now: float, report: HangReport | None = None) -> None:
         """This node's own suspicion begins, lasts, or ends. Its end is reported at once."""
-        if why and not self._why:
-            self._suspicious_since = self._mentioned_at = now
+        if why and not self._own_suspicion:
+            self._suspicious_since = self._suspicion_logged_at = now
             self.listener.hang_suspected(self._round, why)
-        elif why and now >= self._mentioned_at + MENTION_INTERVAL_S:
-            self._mentioned_at = now
-            self.listener.suspicion_lasts(self._round, why if report is None else f"{why}: {describe_wait(report)}")
-        if self._why and not why:
-            self._report_at = now
+        elif why and now >= self._suspicion_logged_at + SUSPICION_LOG_INTERVAL_S:
+            self._suspicion_logged_at = now
+            self.listener.suspicion_lasts(
+                self._round, why if report is None else f"{why}: {describe_likely_culprit(report)}"
+            )
+        if self._own_suspicion and not why:
+            self._next_report_at = now
             self.listener.hang_cleared(self._round, now - self._suspicious_since)
-        self._why = why
+        self._own_suspicion = why
 
     def _report_of(self, seen: Observation, deadline_s: float) -> HangReport:
         """Return the report: each rank's observation, with the evidence that was gathered of it."""
-        facts = (
-            {evidence.rank: evidence for evidence in self._evidence_found.ranks}
-            if self._evidence_found is not None
-            else {}
-        )
+        facts = {evidence.rank: evidence for evidence in self._gathered.ranks} if self._gathered is not None else {}
         ranks = tuple(
             replace(
                 rank,
@@ -238,10 +236,10 @@ class HangDetector:
             self.node,
             ranks,
             deadline_s=deadline_s,
-            gathered=self._complete,
+            gathered=self._evidence_complete,
             store_state=seen.store_state,
             store_stopped_s=seen.store_stopped_s,
-            links_s=self.links_s,
+            links_s=self.retransmission_s,
         )
 
     def _gather(self, why: str, directory: Path) -> bool:
@@ -254,11 +252,11 @@ class HangDetector:
         """
         self._report_count += 1
         pause_s = REPORT_INTERVALS_S[min(self._report_count, len(REPORT_INTERVALS_S)) - 1]
-        self._report_at = now + min([pause_s, *self._due_in(report)])
+        self._next_report_at = now + min([pause_s, *self._seconds_to_limits(report)])
         self._reports.append(report.to_json().decode())
         self.publish(report)
 
-    def _due_in(self, report: HangReport) -> list[float]:
+    def _seconds_to_limits(self, report: HangReport) -> list[float]:
         """The seconds until ranks reach the limits for being stopped and idle."""
         limits = [self.policy.stopped_after_s - r.stopped_s for r in report.ranks if r.stopped_s]
         limits.append(self.policy.stopped_after_s - report.store_stopped_s if report.store_stopped_s else 0.0)
@@ -269,7 +267,7 @@ class HangDetector:
         self.evidence.write(self._round, name, text, self._directory)
 
 
-def _with_earlier(found: GatheredEvidence, earlier: GatheredEvidence | None) -> GatheredEvidence:
+def _keep_earlier_stacks(found: GatheredEvidence, earlier: GatheredEvidence | None) -> GatheredEvidence:
     """Each rank's newest stack: no stack says nothing of the rank, and does not replace what is known."""
     known = {rank.rank: rank for rank in earlier.ranks if rank.source} if earlier is not None else {}
     return replace(found, ranks=tuple(rank if rank.source else known.get(rank.rank, rank) for rank in found.ranks))

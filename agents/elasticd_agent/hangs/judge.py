@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from elasticd_agent.hangs.verdict import Hang, Killed, NoHang, has_progress, judge
+from elasticd_agent.hangs.verdict import Hang, KillCount, NoHang, has_progress, judge
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
@@ -27,16 +27,16 @@ class HangJudge:
     suspected: bool = False
     new_verdicts: list[HangVerdict] = field(default_factory=list)
     _round: int = 0
-    _since: float | None = None
+    _suspected_since: float | None = None
     _progress_since: float | None = None
     _last_verdict: tuple[object, ...] = ()
     _reporting_nodes: set[str] = field(default_factory=set)
-    _doubted: set[str] = field(default_factory=set)
+    _futile_kill_places: set[str] = field(default_factory=set)
     """Places in which a kill did not help: a wait there is weak evidence from then on, whatever the step."""
 
     def reset(self) -> None:
         """Another node was leader, or the store was unavailable: every node gets its time to answer again."""
-        self._since = None
+        self._suspected_since = None
         self._progress_since = None
         self._last_verdict = ()
         self._reporting_nodes.clear()
@@ -67,24 +67,24 @@ class HangJudge:
             self.reset()
             return None
         if ending:
-            self._since = None
+            self._suspected_since = None
             return None
         self._reporting_nodes |= current.keys()
         if self._reporting_nodes - current.keys():
             return None  # a node that withdraws its report sees progress, or is lost: either way this hang is over
-        self._since = now if self._since is None else self._since
+        self._suspected_since = now if self._suspected_since is None else self._suspected_since
         time_for_evidence_s = self.policy.evidence_timeout_s + self.policy.seen_timeout_s + self.policy.renewal_s
         all_reports = [*current.values(), *(_exited_report(round, node) for node in sorted(done - current.keys()))]
         nodes = [member.node for member in round.members]
-        passed = now - self._since >= time_for_evidence_s
+        passed = now - self._suspected_since >= time_for_evidence_s
         if not has_progress(all_reports, self.policy):
             self._progress_since = None
         elif self._progress_since is None:
             self._progress_since = now
         progress_s = 0.0 if self._progress_since is None else now - self._progress_since
         after_steps = dict(round.hang_steps)
-        after_steps.update((place, sys.maxsize) for place in self._doubted)
-        kills = {place: Killed(times, after_steps.get(place, -1)) for place, times in round.hang_places}
+        after_steps.update((place, sys.maxsize) for place in self._futile_kill_places)
+        kills = {place: KillCount(times, after_steps.get(place, -1)) for place, times in round.hang_places}
         judgement = judge(
             all_reports,
             nodes,
@@ -95,16 +95,16 @@ class HangJudge:
             can_restart=can_restart,
         )
         if not isinstance(judgement, NoHang):
-            self._doubted.update(judgement.repeats)
+            self._futile_kill_places.update(judgement.repeated_places)
         if not isinstance(judgement, Hang):
             return None
-        restarts = self.policy.on_hang == "restart" and judgement.ends
+        restarts = self.policy.on_hang == "restart" and judgement.kills_group
         verdict = HangVerdict(
             round.number,
             tuple((place.node, place.rank, place.slot) for place in judgement.culprits),
             judgement.cause,
             judgement.why,
-            _idle_s(all_reports, judgement),
+            _hung_s(all_reports, judgement),
             restarts,
             tuple(all_reports),
             judgement.places,
@@ -138,7 +138,7 @@ def failures(verdict: HangVerdict, node: str, high_water: int, checkpoint: tuple
     ]
 
 
-def _idle_s(reports: Iterable[HangReport], verdict: Hang) -> float:
+def _hung_s(reports: Iterable[HangReport], verdict: Hang) -> float:
     """The time for which no rank had made progress, or a culprit had not, or others waited for it."""
     culprits = {place.rank for place in verdict.culprits}
     live = [rank for report in reports for rank in report.ranks if not rank.exited]

@@ -1,9 +1,9 @@
 """The policy on hangs, one table: for how long a group may make no progress, by the evidence against it, and what then.
 
 What a kill may cost decides how sure the verdict must be. The rules of `verdict` and `blame` name the evidence, a row
-of PATIENCE says after how long it is reported and what it takes to end the group; `limits` adds what this job has shown
-(its learned deadline, its longest pause, earlier kills for the same wait, what a restart costs). A new kind of evidence
-is a new row.
+of LIMIT_RULES says after how long it is reported and what it takes to end the group; `report_and_kill_limits` adds what
+this job has shown (its learned deadline, its longest pause, earlier kills for the same wait, what a restart costs). A
+new kind of evidence is a new row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from elasticd_agent.model.job import Policy
 
-Evidence = Literal[
+HangEvidence = Literal[
     "proven",
     "gil",
     "loading",
@@ -30,37 +30,39 @@ Evidence = Literal[
     "no_stack",
 ]
 """Beside these: a stopped process (--stopped-after) and a zombie."""
-Ends = Literal["at once", "if cheap", "at ceiling", "never"]
+KillWhen = Literal["at once", "if cheap", "at ceiling", "never"]
 """When the group is ended on this evidence: when it is reported; the same, but only where a restart costs less than the
 wait; when torch would end it, or at --hang-floor; never."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LimitRule:
     """One row. `seconds` None: it is not reported before the slow ceiling."""
 
-    seconds: float | None
-    ends: Ends
+    report_s: float | None
+    kill_when: KillWhen
     why: str
-    floor: bool = True  #: --hang-floor replaces the seconds, and allows the kill
+    floor_applies: bool = True  #: --hang-floor replaces the seconds, and allows the kill
 
 
-PATIENCE: Mapping[Evidence, Patience] = {
-    "proven": Patience(5.0, "at once", "ranks wait for each other, or for one that has left: this never resolves"),
-    "gil": Patience(15.0, "at once", "native code keeps the GIL without CPU or I/O: rarely legitimate"),
-    "loading": Patience(60.0, "at once", "an import or dlopen keeps the GIL, too: file systems may be slow"),
-    "alike": Patience(60.0, "at once", "all wait alike, and no byte moves: links flap, a new communicator takes long"),
-    "device": Patience(60.0, "at once", "a long kernel looks the same", floor=False),
-    "unrecorded": Patience(60.0, "at ceiling", "another thread, or a group without a recording, may end it"),
-    "idle": Patience(60.0, "if cheap", "a download, a lock or an evaluation looks the same"),
-    "overdue": Patience(60.0, "at ceiling", "a rank waits in a collective, but others train"),
-    "left": Patience(60.0, "at ceiling", "others have ended with code 0: an export looks the same"),
-    "outside": Patience(60.0, "never", "it waits for a person, a scheduler, a reader of its output", floor=False),
-    "working": Patience(None, "at ceiling", "it is slow, not hung", floor=False),
-    "no_stack": Patience(None, "at ceiling", "a missing stack is no evidence", floor=False),
+LIMIT_RULES: Mapping[HangEvidence, LimitRule] = {
+    "proven": LimitRule(5.0, "at once", "ranks wait for each other, or for one that has left: this never resolves"),
+    "gil": LimitRule(15.0, "at once", "native code keeps the GIL without CPU or I/O: rarely legitimate"),
+    "loading": LimitRule(60.0, "at once", "an import or dlopen keeps the GIL, too: file systems may be slow"),
+    "alike": LimitRule(60.0, "at once", "all wait alike, and no byte moves: links flap, a new communicator takes long"),
+    "device": LimitRule(60.0, "at once", "a long kernel looks the same", floor_applies=False),
+    "unrecorded": LimitRule(60.0, "at ceiling", "another thread, or a group without a recording, may end it"),
+    "idle": LimitRule(60.0, "if cheap", "a download, a lock or an evaluation looks the same"),
+    "overdue": LimitRule(60.0, "at ceiling", "a rank waits in a collective, but others train"),
+    "left": LimitRule(60.0, "at ceiling", "others have ended with code 0: an export looks the same"),
+    "outside": LimitRule(
+        60.0, "never", "it waits for a person, a scheduler, a reader of its output", floor_applies=False
+    ),
+    "working": LimitRule(None, "at ceiling", "it is slow, not hung", floor_applies=False),
+    "no_stack": LimitRule(None, "at ceiling", "a missing stack is no evidence", floor_applies=False),
 }
 
-OVERDUE_DEADLINES = 5.0
+OVERDUE_AFTER_DEADLINES = 5.0
 """A rank that waits in a collective for this many deadlines while others make progress is reported."""
 
 
@@ -81,47 +83,47 @@ def retransmission_s(environment: Mapping[str, str]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class PatienceFacts:
+class LimitFacts:
     """Facts that this job has shown of itself and of the wait that its ranks are in; times in seconds."""
 
     deadline_s: float  #: the learned deadline of the phases its ranks are in
     pause_s: float = 0.0  #: the longest idle pause that it has survived
     ceiling_s: float = 1800.0  #: a rank may be slow for this long
-    cheap: bool = False  #: a restart costs less than this wait has lasted
-    kills: int = 0  #: kills so far for the wait that its ranks are in now
-    links_s: float = 0.0  #: the job's links send again for this long before they fail
-    repeats: bool = False  #: the last of them changed nothing: its ranks wait there again, and no step was made
+    restart_is_cheap: bool = False  #: a restart costs less than this wait has lasted
+    kills_for_wait: int = 0  #: kills so far for the wait that its ranks are in now
+    retransmission_s: float = 0.0  #: the job's links send again for this long before they fail
+    repeats_after_kill: bool = False  #: the last kill changed nothing: its ranks wait there again without a step
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReportAndKillLimits:
     """Seconds without progress after which the group is reported, and ended."""
 
     report_s: float
     kill_s: float
 
 
-def limits(evidence: Evidence, policy: Policy, facts: PatienceFacts) -> Limits:
+def report_and_kill_limits(evidence: HangEvidence, policy: Policy, facts: LimitFacts) -> ReportAndKillLimits:
     """A verdict that repeats is doubted: whatever its evidence was, it is weak from then on."""
-    row = PATIENCE[evidence]
-    if facts.repeats and row.ends == "at once":
-        row = PATIENCE["idle"]
-    if row.seconds is None:
+    row = LIMIT_RULES[evidence]
+    if facts.repeats_after_kill and row.kill_when == "at once":
+        row = LIMIT_RULES["idle"]
+    if row.report_s is None:
         ceiling_s = max(facts.deadline_s, facts.ceiling_s)
-        return Limits(ceiling_s, ceiling_s)
-    seconds, by_floor = row.seconds, policy.hang_floor_s is not None and row.floor
-    if policy.hang_floor_s is not None and row.floor:
+        return ReportAndKillLimits(ceiling_s, ceiling_s)
+    seconds, by_floor = row.report_s, policy.hang_floor_s is not None and row.floor_applies
+    if policy.hang_floor_s is not None and row.floor_applies:
         seconds = policy.hang_floor_s
-    elif row.ends == "if cheap":
+    elif row.kill_when == "if cheap":
         seconds = max(seconds, min(policy.hang_factor * facts.pause_s, facts.ceiling_s))
-    if facts.links_s and not by_floor and evidence in ("alike", "device"):
-        seconds = max(seconds, facts.links_s + IB_GRACE_S)
+    if facts.retransmission_s and not by_floor and evidence in ("alike", "device"):
+        seconds = max(seconds, facts.retransmission_s + IB_GRACE_S)
     if evidence == "overdue":
-        seconds = max(seconds, OVERDUE_DEADLINES * facts.deadline_s)
+        seconds = max(seconds, OVERDUE_AFTER_DEADLINES * facts.deadline_s)
     kill_s = seconds
-    if row.ends == "never":
+    if row.kill_when == "never":
         kill_s = math.inf
-    elif row.ends != "at once":
-        soon = by_floor or (row.ends == "if cheap" and facts.cheap)
-        kill_s = max(seconds, min(seconds * 2.0**facts.kills, facts.ceiling_s) if soon else facts.ceiling_s)
-    return Limits(max(facts.deadline_s, seconds), max(facts.deadline_s, kill_s))
+    elif row.kill_when != "at once":
+        soon = by_floor or (row.kill_when == "if cheap" and facts.restart_is_cheap)
+        kill_s = max(seconds, min(seconds * 2.0**facts.kills_for_wait, facts.ceiling_s) if soon else facts.ceiling_s)
+    return ReportAndKillLimits(max(facts.deadline_s, seconds), max(facts.deadline_s, kill_s))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.hangs.rank import RankState, describe_waits
-from elasticd_agent.hangs.recordings import agreed
+from elasticd_agent.hangs.recordings import comparable_kind
 from elasticd_agent.model.phrases import has_have
 from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
 
@@ -32,7 +32,7 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Collective:
+class _PendingCollective:
     """One unfinished collective of a process group, as one rank issued it."""
 
     group: str
@@ -40,48 +40,52 @@ class _Collective:
     kind: str
     backend: str
     in_job: bool
-    counted: bool  #: true if the heartbeat counts it, too, where it is one of the default group
+    in_heartbeat_count: bool  #: true if the heartbeat counts it, too, where it is one of the default group
 
     def __str__(self) -> str:
         return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"
 
 
-def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool = False) -> Proof | None:
-    """None: some rank may resume. `whole`: `live` and `exited` are all ranks of the job."""
-    stuck = _stuck(live, exited, quiet=whole and not exited and all(rank.has_nothing_under_way for rank in live))
+def prove(live: Sequence[RankState], exited: Sequence[RankState], *, all_ranks_known: bool = False) -> Proof | None:
+    """None: some rank may resume. `all_ranks_known`: `live` and `exited` are all ranks of the job."""
+    stuck = _stuck_ranks(
+        live, exited, quiet=all_ranks_known and not exited and all(rank.has_no_data_in_flight for rank in live)
+    )
     if not stuck:
         return None
-    waits: dict[_Collective, list[RankState]] = {}
-    transfers = [rank for rank in stuck if rank.transfers]
+    waits: dict[_PendingCollective, list[RankState]] = {}
+    transfers = [rank for rank in stuck if rank.is_in_point_to_point]
     called = [rank for rank in stuck if _in_session_call(rank)]
     for rank in stuck:
-        for pending in _pending(rank) if rank.is_recorded else ():
+        for pending in _pending_collectives(rank) if rank.wait_is_recorded else ():
             waits.setdefault(pending, []).append(rank)
     shown = sorted(waits.items(), key=lambda item: (-len(item[1]), item[0]))
     sentences = [_sentence(collective, waiting, [*stuck, *exited]) for collective, waiting in shown[:MOST_SHOWN]]
     if transfers:
         calls = ", ".join(sorted({rank.report.function for rank in transfers}))
-        sentences.append(f"{_names(transfers)} {_waits(transfers)} in {calls} while all ranks wait")
+        sentences.append(f"{_describe_ranks(transfers)} {_wait_verb(transfers)} in {calls} while all ranks wait")
     if called:
         sentences.append(f"{describe_waits(called)}, which others have not called")
     why = "; ".join(sentences)
     culprits = _culprits(shown, stuck, exited)
-    differ = any(_other_kind(collective, member) for collective in waits for member in stuck)
+    differ = any(_conflicting_kind(collective, member) for collective in waits for member in stuck)
     missed = culprits and (not differ or all(rank.report.deviation == "skipped" for rank in culprits))
     cause = "missed_collective" if missed else "mismatched_collectives"
     return Proof(tuple(culprits), cause, why)
 
 
-def _stuck(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) -> list[RankState]:
+def _stuck_ranks(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) -> list[RankState]:
     """The greatest set of ranks that only wait for each other and for exited ones. `quiet`: no bytes are under way."""
     stuck = [rank for rank in live if _only_waits(rank)]
 
     def never_resumes(rank: RankState) -> bool:
         if _in_session_call(rank):
-            return _never_called(rank, stuck, exited)
-        if rank.transfers:
+            return _session_call_never_ends(rank, stuck, exited)
+        if rank.is_in_point_to_point:
             return quiet and len(stuck) == len(live) > 1
-        return all(_never_ends(collective, rank, [*stuck, *exited]) for collective in _pending(rank))
+        return all(
+            _collective_never_ends(collective, rank, [*stuck, *exited]) for collective in _pending_collectives(rank)
+        )
 
     while (left := [rank for rank in stuck if never_resumes(rank)]) != stuck:
         stuck = left
@@ -90,7 +94,11 @@ def _stuck(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) 
 
 def _only_waits(rank: RankState) -> bool:
     report = rank.report
-    recorded = _in_session_call(rank) or rank.transfers or (rank.is_recorded and any(_pending(rank)))
+    recorded = (
+        _in_session_call(rank)
+        or rank.is_in_point_to_point
+        or (rank.wait_is_recorded and any(_pending_collectives(rank)))
+    )
     return recorded and report.alone and not (rank.is_moving or rank.is_paused or rank.holds_gil)
 
 
@@ -99,50 +107,50 @@ def _in_session_call(rank: RankState) -> bool:
     return rank.report.phase == "barrier" or bool(rank.report.wait_call)
 
 
-def _never_called(rank: RankState, stuck: Sequence[RankState], exited: Sequence[RankState]) -> bool:
+def _session_call_never_ends(rank: RankState, stuck: Sequence[RankState], exited: Sequence[RankState]) -> bool:
     """One that it waits for is stuck elsewhere, or has exited: that rank, or, at a barrier, any other."""
     if rank.report.wait_call:
         return any(member.report.rank == rank.report.wait_rank for member in [*stuck, *exited])
     return bool(exited) or not all(map(_in_session_call, stuck))
 
 
-def _never_ends(one: _Collective, by: RankState, blocked: Sequence[RankState]) -> bool:
+def _collective_never_ends(one: _PendingCollective, by: RankState, blocked: Sequence[RankState]) -> bool:
     if not one.in_job:
         return False
-    return any(_lacks(one, member) or _other_kind(one, member) for member in blocked if member is not by)
+    return any(_lacks(one, member) or _conflicting_kind(one, member) for member in blocked if member is not by)
 
 
-def _pending(rank: RankState) -> Iterator[_Collective]:
+def _pending_collectives(rank: RankState) -> Iterator[_PendingCollective]:
     for tail in rank.report.groups:
         if tail.pending:
             kind = dict(tail.kinds).get(tail.pending, "a collective")
             # Of a group with both backends the heartbeat counts NCCL's collectives.
-            counted = tail.backend != "gloo" or not rank.report.nccl_groups
-            yield _Collective(tail.group, tail.pending, kind, tail.backend, tail.in_job, counted)
+            in_heartbeat_count = tail.backend != "gloo" or not rank.report.nccl_groups
+            yield _PendingCollective(tail.group, tail.pending, kind, tail.backend, tail.in_job, in_heartbeat_count)
 
 
-def _tails(one: _Collective, member: RankState) -> Iterator[GroupTail]:
+def _tails(one: _PendingCollective, member: RankState) -> Iterator[GroupTail]:
     """The tails of what the member issued in this group through the same backend: each has a recorder and numbers of
     its own."""
     same = (tail for tail in member.report.groups if (tail.group, tail.backend) == (one.group, one.backend))
     return (tail for tail in same if not tail.unrecorded)
 
 
-def _lacks(one: _Collective, member: RankState) -> bool:
+def _lacks(one: _PendingCollective, member: RankState) -> bool:
     """The member belongs to the group and has not issued it. Of one that has exited the default group is known."""
     if member.report.exited and one.group == DEFAULT_GROUP:
-        return one.counted and 0 <= member.report.collectives < one.number
+        return one.in_heartbeat_count and 0 <= member.report.collectives < one.number
     return any(tail.last < one.number for tail in _tails(one, member))
 
 
-def _other_kind(one: _Collective, member: RankState) -> str:
+def _conflicting_kind(one: _PendingCollective, member: RankState) -> str:
     """The collective that the member issued under this number, if that is another one; else ""."""
     kind = next((dict(tail.kinds).get(one.number, "") for tail in _tails(one, member)), "")
-    return kind if agreed(kind, one.backend) != agreed(one.kind, one.backend) else ""
+    return kind if comparable_kind(kind, one.backend) != comparable_kind(one.kind, one.backend) else ""
 
 
 def _culprits(
-    waits: Sequence[tuple[_Collective, list[RankState]]], stuck: Sequence[RankState], exited: Sequence[RankState]
+    waits: Sequence[tuple[_PendingCollective, list[RankState]]], stuck: Sequence[RankState], exited: Sequence[RankState]
 ) -> list[RankState]:
     """Those that have left; else a minority that issued another collective, or whose order of collectives is new."""
     left = [rank for rank in exited if any(_lacks(collective, rank) for collective, _ in waits)]
@@ -150,7 +158,9 @@ def _culprits(
         return left
     for collective, _ in waits:
         kinds = {
-            rank.report.rank: agreed(_other_kind(collective, rank) or collective.kind, collective.backend)
+            rank.report.rank: comparable_kind(
+                _conflicting_kind(collective, rank) or collective.kind, collective.backend
+            )
             for rank in stuck
             if not _lacks(collective, rank)
         }
@@ -164,7 +174,7 @@ def _culprits(
         return odd
     for collective, _ in waits:
         skipped = [rank for rank in stuck if _lacks(collective, rank)]
-        beyond = [rank for rank in skipped if all(other.group == DEFAULT_GROUP for other in _pending(rank))]
+        beyond = [rank for rank in skipped if all(other.group == DEFAULT_GROUP for other in _pending_collectives(rank))]
         if collective.group != DEFAULT_GROUP and skipped and skipped == beyond:
             return skipped  # their next collective is one of all ranks
     first, waiting = waits[0]
@@ -172,18 +182,18 @@ def _culprits(
     return lacking if len(lacking) < len(waiting) else []
 
 
-def _sentence(one: _Collective, waiting: Sequence[RankState], others: Sequence[RankState]) -> str:
+def _sentence(one: _PendingCollective, waiting: Sequence[RankState], others: Sequence[RankState]) -> str:
     lacking = [rank for rank in others if rank not in waiting and _lacks(one, rank)]
-    differing = {rank.report.rank: kind for rank in others if (kind := _other_kind(one, rank))}
-    parts = [f"{_names(lacking)} {has_have(lacking)} not issued"] if lacking else []
+    differing = {rank.report.rank: kind for rank in others if (kind := _conflicting_kind(one, rank))}
+    parts = [f"{_describe_ranks(lacking)} {has_have(lacking)} not issued"] if lacking else []
     parts += [f"rank {rank} issued as {kind}" for rank, kind in list(differing.items())[:MOST_SHOWN]]
-    return f"{_names(waiting)} {_waits(waiting)} in {one}, which {' and '.join(parts)}"
+    return f"{_describe_ranks(waiting)} {_wait_verb(waiting)} in {one}, which {' and '.join(parts)}"
 
 
-def _waits(ranks: Sequence[RankState]) -> str:
+def _wait_verb(ranks: Sequence[RankState]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 
-def _names(ranks: Sequence[RankState]) -> str:
+def _describe_ranks(ranks: Sequence[RankState]) -> str:
     numbers = ", ".join(str(rank.report.rank) for rank in ranks[:8])
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}{' …' if len(ranks) > 8 else ''}"

@@ -7,9 +7,9 @@ it. A heartbeat proves that Python runs; its absence proves nothing unless the p
 proves work outside of a wait, and nothing inside of one: threads of NCCL and OpenMP spin while they wait. Bytes prove
 work where no wait explains them. A stack is believed for where a rank waits and never for how long.
 
-The answer that ends no job is not always "no": `is_busy` is true where it is unknown, `waits_for_anything` is true
-where the wait may be for another program, `lacks_stack` keeps a rank from being blamed. Read each property with that in
-mind before changing it.
+The answer that ends no job is not always "no": `is_busy` is true where it is unknown, `waits_for_unknown` is true
+where the wait may be for another program, `is_at_unknown_place` keeps a rank from being blamed. Read each property with
+that in mind before changing it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ BUSY_CORES = 0.1
 BUSY_BYTES_PER_S = 64 * 1024
 """A process tree that reads or writes more works, too. Log lines and progress bars are a tenth of it, the slowest disk
 is more."""
-GIL_CORES = 0.5
+BUSY_GIL_HOLDER_CORES = 0.5
 """The same for a rank that holds the GIL: a C call that computes uses or waits for a whole one."""
-RECENT_S = 1.0
+RECENT_PROGRESS_S = 1.0
 """A rank that made progress within this time makes more."""
-_LINE = re.compile(r":\d+ ")
+_LINE_NUMBER = re.compile(r":\d+ ")
 _POINT_TO_POINT = re.compile(r"i?send|i?recv|batch_isend|send_object|recv_object")
-_BY_SOURCE = ".wait"
+_UNKNOWN_WAIT_SUFFIX = ".wait"
 """The end of the function's name where a line of source calls `wait` of an unknown object, perhaps of a store."""
-RENDEZVOUS = "rendezvous"
+RENDEZVOUS_FUNCTION = "rendezvous"
 """The collector's name for the first part of init_process_group, in which a rank connects to the store."""
-_MEETS = (RENDEZVOUS, "_new_process_group_helper")
+_EXTRA_GROUP_FUNCTIONS = (RENDEZVOUS_FUNCTION, "_new_process_group_helper")
 """The functions that scripts call to make a group beside the job's own, as for the weights of an inference engine."""
-GIL_S = 1.0
+GIL_HELD_AFTER_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
 
 
@@ -59,53 +59,57 @@ class RankState:
         """It waits for other ranks, or for its device."""
         return (
             self.report.where in ("collective", "device")
-            or self.at_barrier
+            or self.waits_out_of_band
             or self.is_joining
             or self.has_pending_collective
         )
 
     @property
-    def transfers(self) -> bool:
+    def is_in_point_to_point(self) -> bool:
         """It sends to or receives from one rank. That is not recorded as a collective, and the other rank unknown."""
         return self.report.where == "collective" and _POINT_TO_POINT.match(self.report.function) is not None
 
     @property
-    def is_recorded(self) -> bool:
+    def wait_is_recorded(self) -> bool:
         """The rank's recorder has the collective that its main thread waits in: gloo's are never a device's."""
         report = self.report
         if self.has_unrecorded_group:
             return False
         if report.where == "device":
             return any(tail.pending and tail.backend != "gloo" for tail in report.groups)
-        unrecorded = self.transfers or report.function == "monitored_barrier" or report.function.endswith(_BY_SOURCE)
+        unrecorded = (
+            self.is_in_point_to_point
+            or report.function == "monitored_barrier"
+            or report.function.endswith(_UNKNOWN_WAIT_SUFFIX)
+        )
         unrecorded = unrecorded or any(tail.unrecorded for tail in report.groups)  # by gloo: it may be one of those
         return report.where == "collective" and not unrecorded
 
     @property
-    def waits_for_anything(self) -> bool:
+    def waits_for_unknown(self) -> bool:
         """It is in such a line, and its recorder has no unfinished collective; or it meets processes in a store of the
         script's own, perhaps those of another program."""
         report = self.report
-        if report.where == "init" and report.collectives >= 0 and report.function in _MEETS:
+        if report.where == "init" and report.collectives >= 0 and report.function in _EXTRA_GROUP_FUNCTIONS:
             return True
-        called = report.where == "collective" and report.function.endswith(_BY_SOURCE)
+        called = report.where == "collective" and report.function.endswith(_UNKNOWN_WAIT_SUFFIX)
         return called and bool(report.groups) and not any(tail.pending for tail in report.groups)
 
     @property
-    def knows_members(self) -> bool:
+    def has_only_job_groups(self) -> bool:
         """It has no group with members of another program, as far as it is known."""
         return all(tail.in_job for tail in self.report.groups)
 
     @property
-    def has_nothing_under_way(self) -> bool:
+    def has_no_data_in_flight(self) -> bool:
         """No data of it reaches another one without its main thread. Only of gloo is that known: it sends by TCP."""
         report = self.report
         gloo = bool(report.groups) and all(tail.backend == "gloo" for tail in report.groups)
         quiet = report.unsent == 0 and report.window_s > 0 and self.bytes_per_s <= BUSY_BYTES_PER_S
-        return gloo and self.knows_members and not self.has_unrecorded_group and quiet
+        return gloo and self.has_only_job_groups and not self.has_unrecorded_group and quiet
 
     @property
-    def pending(self) -> Mapping[int, int]:
+    def last_completed_if_pending(self) -> Mapping[int, int]:
         """The last completed collective of each NCCL group that has some its device has not completed."""
         return {group: completed for group, enqueued, completed in self.report.nccl_groups if enqueued > completed}
 
@@ -125,17 +129,17 @@ class RankState:
         What its processor does says nothing then: it runs ahead of the device until the launch queue is full, and
         launches and NCCL's threads spin.
         """
-        return bool(self.pending) and self.report.device_s >= self.report.idle_s / 2
+        return bool(self.last_completed_if_pending) and self.report.device_s >= self.report.idle_s / 2
 
-    def has_not_enqueued(self, other: RankState) -> tuple[int, int] | None:
+    def collective_missing_for(self, other: RankState) -> tuple[int, int] | None:
         """The (group, number) of a collective that `other` waits in and this rank has not enqueued yet."""
-        for group, completed in other.pending.items():
+        for group, completed in other.last_completed_if_pending.items():
             if any(mine == group and 0 <= enqueued <= completed for mine, enqueued, _ in self.report.nccl_groups):
                 return group, completed + 1
         return None
 
     @property
-    def is_behind(self) -> bool:
+    def is_behind_in_ras(self) -> bool:
         """NCCL's RAS: it has launched fewer collectives of a communicator than another rank."""
         return any(count.launched < count.most for count in self.report.launches)
 
@@ -148,7 +152,7 @@ class RankState:
         return report.phase == "starting" and report.barrier == INIT_PROCESS_GROUP
 
     @property
-    def at_barrier(self) -> bool:
+    def waits_out_of_band(self) -> bool:
         """It waits out of band: in a call of its session, for a decision, for the next round."""
         return self.report.where == "barrier" or self.report.phase == "barrier" or bool(self.report.wait_call)
 
@@ -161,7 +165,7 @@ class RankState:
     def holds_gil(self) -> bool:
         """The rank's heartbeat thread, though able to run, has not run for about as long as the rank has been idle."""
         report = self.report
-        return report.state not in ("t", "X") and report.alive_s >= max(GIL_S, report.idle_s / 2)
+        return report.state not in ("t", "X") and report.alive_s >= max(GIL_HELD_AFTER_S, report.idle_s / 2)
 
     @property
     def is_moving(self) -> bool:
@@ -172,19 +176,19 @@ class RankState:
         barriers poll, so movement inside of them means nothing.
         """
         report = self.report
-        if self.at_barrier:
+        if self.waits_out_of_band:
             return False
         ages = [report.moved_s, report.device_s]
         ages += [] if self.waits else [report.quiet_s]
         return any(0 <= age_s < report.idle_s / 2 for age_s in ages)
 
     @property
-    def waits_outside(self) -> bool:
+    def waits_outside_job(self) -> bool:
         """Nothing inside of the job lets it continue, only a person at a debugger, or the reader of its output."""
         return self.report.state == "t" or self.report.where in ("debugger", "output")
 
     @property
-    def lacks_stack(self) -> bool:
+    def is_at_unknown_place(self) -> bool:
         """Nothing says where it is. No evidence against it follows from that."""
         return (
             not self.report.where and not self.waits and not self.holds_gil and self.report.state not in ("T", "Z", "D")
@@ -197,12 +201,12 @@ class RankState:
         return min(self.report.waiting_s, self.report.idle_s)
 
     @property
-    def place(self) -> str:
+    def wait_place(self) -> str:
         """A name of what it waits in, to be recognised again: kind of wait and the script's function; "" if unknown."""
         report = self.report
-        where = report.place or _LINE.sub(" ", report.function)
+        where = report.place or _LINE_NUMBER.sub(" ", report.function)
         kind = "device" if report.where == "elsewhere" and self.waits else report.where
-        kind = kind or ("barrier" if self.at_barrier else "init" if self.is_joining else "")
+        kind = kind or ("barrier" if self.waits_out_of_band else "init" if self.is_joining else "")
         return f"{kind} in {where}".removesuffix(" in ") if kind else ""
 
     @property
@@ -214,7 +218,7 @@ class RankState:
         return self.report.io_bytes / self.report.window_s if self.report.window_s > 0 else 0.0
 
     @property
-    def moved_bytes_s(self) -> float:
+    def sockets_idle_s(self) -> float:
         """The time for which its sockets have not moved a byte; its idle time where that is unknown."""
         return self.report.sockets_s if self.report.sockets_s >= 0 else self.report.idle_s
 
@@ -228,7 +232,7 @@ class RankState:
         if self.report.state in ("t", "X"):
             return True
         if self.holds_gil:  # the threads that want it wake up 200 times a second
-            return self.cores > GIL_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
+            return self.cores > BUSY_GIL_HOLDER_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
         if self.is_moving or self.waits:
             return self.is_moving
         return self.cores > BUSY_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
@@ -262,10 +266,10 @@ class RankState:
             (report.state == "t", f"is traced by a debugger{where}{phase}, {idle}"),
             (report.where == "debugger", f"is at a prompt{where}{phase}, {idle}"),
             (report.where == "output", f"writes output that nobody reads{where}{phase}, {idle}"),
-            (report.idle_s < RECENT_S, f"makes progress{phase}"),
+            (report.idle_s < RECENT_PROGRESS_S, f"makes progress{phase}"),
             (self.holds_gil, f"holds the GIL{where}{phase}, {cpu}, for {report.alive_s:.1f} s"),
-            (self.is_moving, f"is active without finishing a step, now in {_wait(self)}{phase}, {idle}"),
-            (self.waits, f"waits in {_wait(self)}{phase} {idle}"),
+            (self.is_moving, f"is active without finishing a step, now in {_describe_wait(self)}{phase}, {idle}"),
+            (self.waits, f"waits in {_describe_wait(self)}{phase} {idle}"),
             (self.is_busy, f"works{where}{phase}, {cpu}{disk}, {idle}"),
             (report.state == "D", f"is blocked in the kernel (state D){where}{phase}, {idle}"),
             (report.window_s <= 0, f"has made no progress{where}{phase} {idle}"),
@@ -285,14 +289,14 @@ def labels(ranks: Sequence[RankState]) -> str:
 
 def describe_waits(ranks: Iterable[RankState]) -> str:
     """ "3 ranks wait in all_reduce, 1 in barrier 'epoch'": what the waiting ones of `ranks` wait in; "" for none."""
-    places = Counter(_wait(rank) for rank in ranks if rank.waits)
+    places = Counter(_describe_wait(rank) for rank in ranks if rank.waits)
     if not places:
         return ""
     (first, n), *others = sorted(places.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join([f"{n} rank{'s wait' if n > 1 else ' waits'} in {first}", *(f"{m} in {w}" for w, m in others)])
 
 
-def _wait(rank: RankState) -> str:
+def _describe_wait(rank: RankState) -> str:
     report = rank.report
     if report.wait_call:
         return f"session.{report.wait_call}"

@@ -6,7 +6,7 @@ parts count as absent. Sequence numbers are per process group.
 A recording is a window: a ring of the last collectives, written while the rank may continue. So a number that is
 missing at the beginning says nothing, and one that is missing at the end says that the rank had not issued it when the
 recording was made. Numbers of two groups are never compared, and two recordings are compared by number and by what all
-ranks must agree on (`agreed`), since shapes may differ between ranks where the backend allows it.
+ranks must agree on (`comparable_kind`), since shapes may differ between ranks where the backend allows it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_GROUPS = 16
 _NCCL, _GLOO = "nccl", "gloo"
 _TAIL, _RECENT, _LEAST_HISTORY = 8, 8, 24
 """Collectives of a tail; those that may be out of order; and how many are needed to know the usual order."""
-_OF_ONE_SIZE = re.compile(
+_SAME_SIZE_OPERATIONS = re.compile(
     r"all_?reduce\w*|broadcast|reduce|_all_gather_base|all_gather_(?:into_tensor|single)\w*"
     r"|_reduce_scatter_base|reduce_scatter_(?:tensor|single)\w*"
 )
@@ -36,9 +36,9 @@ NCCL's lists each rank has its own; of a scatter only the source has any. A coll
 of those."""
 
 
-_MOST = 1 << 62
-_WIDTHS = dict.fromkeys(("byte", "char", "bool"), 1) | dict.fromkeys(("short", "half", "bfloat16"), 2)
-_WIDTHS |= dict.fromkeys(("int", "float"), 4) | dict.fromkeys(("long", "double"), 8)
+_MAX_NUMBER = 1 << 62
+_ELEMENT_BYTES = dict.fromkeys(("byte", "char", "bool"), 1) | dict.fromkeys(("short", "half", "bfloat16"), 2)
+_ELEMENT_BYTES |= dict.fromkeys(("int", "float"), 4) | dict.fromkeys(("long", "double"), 8)
 """The bytes of an element, by c10's names."""
 
 
@@ -106,11 +106,11 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         return None
     groups: dict[str, dict[int, IssuedCollective]] = defaultdict(dict)
     order = []
-    completed = _completed(data)
+    completed = _last_completed(data)
     for entry in entries:
         if not isinstance(entry, dict) or entry.get("is_p2p") is True:
             continue
-        number = _whole(entry.get("collective_seq_id"))
+        number = _natural_number(entry.get("collective_seq_id"))
         if number is None:
             continue
         backend, _, operation = str(entry.get("profiling_name", "?")).rpartition(":")
@@ -118,10 +118,10 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         # "completed", and there "retired" without it has timed out. A hook's status counts other operations, too.
         done = entry.get("state") == "completed" or (backend != _NCCL and entry.get("retired") is True)
         done = done or (backend in (_NCCL, _GLOO) and number <= completed.get(str(entry.get("pg_id")), -1))
-        kind = " of ".join(filter(None, (operation[:80], _sizes(entry))))
-        groups[_group(entry)][number] = IssuedCollective(kind, done, backend)
-        order.append((_group(entry), agreed(kind, backend)))
-    nccl, listed = _is_device(data, groups), _listed(data)
+        kind = " of ".join(filter(None, (operation[:80], _describe_sizes(entry))))
+        groups[_group_name(entry)][number] = IssuedCollective(kind, done, backend)
+        order.append((_group_name(entry), comparable_kind(kind, backend)))
+    nccl, listed = _is_not_by_gloo(data, groups), _listed_groups(data)
     for group, (own, unused) in listed.items():
         # What a rank has never issued is known of gloo's groups only, and not from NCCL's recorder.
         if group not in groups and (not own or (unused and not nccl)):
@@ -131,26 +131,26 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
     # By gloo's alone a rank would have no group of NCCL, whose messages are in no recorder.
     if isinstance(beside, dict) and nccl and groups:
         gloo = parse(beside | {"recorder": _GLOO, "gloo": None, "process_groups": data.get("process_groups")})
-    return Recording(dict(groups), tuple(order), nccl, in_job, _unrecorded(data), gloo)
+    return Recording(dict(groups), tuple(order), nccl, in_job, _unrecorded_backends(data), gloo)
 
 
-def agreed(kind: str, backend: str) -> str:
+def comparable_kind(kind: str, backend: str) -> str:
     """The part of a collective's kind that all ranks must have in common: its name, and perhaps how many bytes."""
     operation, _, sizes = kind.partition(" of ")
-    if not _OF_ONE_SIZE.fullmatch(operation) and (operation, backend) != ("all_gather", _GLOO):
+    if not _SAME_SIZE_OPERATIONS.fullmatch(operation) and (operation, backend) != ("all_gather", _GLOO):
         return operation
     first, _, more = sizes.partition(" and ")
-    return f"{operation} of {', '.join(map(_bytes, first.split(', ')))} {more}"
+    return f"{operation} of {', '.join(map(_bytes_or_elements, first.split(', ')))} {more}"
 
 
-def _bytes(size: str) -> str:
+def _bytes_or_elements(size: str) -> str:
     """The bytes, or elements, of "2×2 float"; the backends compare neither shapes nor types."""
     shape, _, dtype = size.rpartition(" ")
     elements = math.prod(int(n) for n in shape.split("×") if n.isdecimal())
-    return str(elements * _WIDTHS[dtype]) if dtype in _WIDTHS else f"{elements} {dtype}"
+    return str(elements * _ELEMENT_BYTES[dtype]) if dtype in _ELEMENT_BYTES else f"{elements} {dtype}"
 
 
-def _listed(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
+def _listed_groups(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
     """The listed groups: whether each is of this job only, and whether it is one of gloo that was never used.
 
     The heartbeat thread lists all groups. NCCL's own dump has the ranks of its groups, empty for a group with members
@@ -160,21 +160,21 @@ def _listed(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
     if isinstance(listed, list):
         groups = [entry for entry in listed if isinstance(entry, dict)]
         return {
-            _group(entry): (
+            _group_name(entry): (
                 entry.get("in_job") is True,
-                entry.get("unused") is True and _is_gloo(entry.get("backend")),
+                entry.get("unused") is True and _is_only_gloo(entry.get("backend")),
             )
             for entry in groups
         }
     members = {
-        _group({"process_group": [entry.get("name"), entry.get("desc")]}): _has_ranks(entry.get("ranks"))
+        _group_name({"process_group": [entry.get("name"), entry.get("desc")]}): _has_ranks(entry.get("ranks"))
         for entry in (config.values() if isinstance(config, dict) else ())
         if isinstance(entry, dict)
     }
     return {group: (known, False) for group, known in members.items() if known and members.get(DEFAULT_GROUP)}
 
 
-def _is_gloo(backend: object) -> bool:
+def _is_only_gloo(backend: object) -> bool:
     """True if all of them are gloo; of "cpu:gloo,cuda:nccl" the other backend's collectives are counted."""
     return all(name.endswith(_GLOO) for name in str(backend).split(","))
 
@@ -187,7 +187,7 @@ def _has_ranks(text: object) -> bool:
         return False
 
 
-def _is_device(data: Mapping[str, Any], groups: Mapping[str, Mapping[int, IssuedCollective]]) -> bool:
+def _is_not_by_gloo(data: Mapping[str, Any], groups: Mapping[str, Mapping[int, IssuedCollective]]) -> bool:
     """The heartbeat thread names the recorder. In a dump by torch only NCCL's, once it was used, has a version."""
     backends = {collective.backend for issued in groups.values() for collective in issued.values()} - {""}
     named = data.get("recorder")
@@ -196,13 +196,13 @@ def _is_device(data: Mapping[str, Any], groups: Mapping[str, Mapping[int, Issued
     return bool(data.get("comm_lib_version") or data.get("nccl_version"))
 
 
-def _unrecorded(data: Mapping[str, Any]) -> dict[str, str]:
+def _unrecorded_backends(data: Mapping[str, Any]) -> dict[str, str]:
     listed = data.get("unrecorded")
     groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
-    return {_group(group): str(group.get("backend", "")) for group in groups}
+    return {_group_name(group): str(group.get("backend", "")) for group in groups}
 
 
-def _group(entry: Mapping[str, Any]) -> str:
+def _group_name(entry: Mapping[str, Any]) -> str:
     """The group's name with its number: all tensor-parallel groups of a mesh share one description, and all others have
     "undefined"."""
     names = entry.get("process_group")
@@ -214,17 +214,17 @@ def _group(entry: Mapping[str, Any]) -> str:
     return f"group {entry.get('pg_id', '?')}"
 
 
-def _completed(data: Mapping[str, Any]) -> dict[str, int]:
+def _last_completed(data: Mapping[str, Any]) -> dict[str, int]:
     status = data.get("pg_status")
     if not isinstance(status, dict):
         return {}
     numbers = {
         name: value.get("last_completed_collective") for name, value in status.items() if isinstance(value, dict)
     }
-    return {name: number for name, value in numbers.items() if (number := _whole(value)) is not None}
+    return {name: number for name, value in numbers.items() if (number := _natural_number(value)) is not None}
 
 
-def _sizes(entry: Mapping[str, Any]) -> str:
+def _describe_sizes(entry: Mapping[str, Any]) -> str:
     sizes = entry.get("input_sizes")
     dtypes = entry.get("input_dtypes")
     if not isinstance(sizes, list):
@@ -238,7 +238,7 @@ def _sizes(entry: Mapping[str, Any]) -> str:
     return ", ".join(shown) + more
 
 
-def _whole(value: object) -> int | None:
+def _natural_number(value: object) -> int | None:
     if isinstance(value, str) and value.isdecimal() and len(value) < 20:
         value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_NUMBER else None

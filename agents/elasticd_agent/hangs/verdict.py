@@ -48,7 +48,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from elasticd_agent.hangs.blame import Blame, blame, blame_overdue
-from elasticd_agent.hangs.patience import PATIENCE, PatienceFacts, limits
+from elasticd_agent.hangs.patience import LIMIT_RULES, LimitFacts, report_and_kill_limits
 from elasticd_agent.hangs.rank import RankState, labels
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.phrases import count
@@ -56,11 +56,11 @@ from elasticd_agent.model.reports import HangReport, RankLocation
 
 __all__ = ["Hang", "Judgement", "NoHang", "RankLocation", "SuspectedHang", "judge", "reason_to_suspect"]
 
-EARLY_FRACTION = 0.6
+GATHER_FROM_FRACTION = 0.6
 """Evidence is gathered from this part of a deadline on, so that it is on disk when the deadline comes."""
 ZOMBIE_S = 1.0
 """A worker that has just ended is a zombie until it is reaped, some milliseconds later."""
-SLOW_CEILING_S = 1800.0
+DEFAULT_SLOW_CEILING_S = 1800.0
 """torch's own default for a process group. A longer timeout says that steps may take that long; a shorter one counts
 where a rank waits in a collective, for torch ends it then."""
 TIMEOUT_GRACE_S = 3.0
@@ -81,7 +81,7 @@ class SuspectedHang:
     """Wait, and judge again."""
 
     why: str
-    repeats: tuple[str, ...] = ()
+    repeated_places: tuple[str, ...] = ()
     """Places in which a group was killed, and in which its ranks wait again without a step in between."""
 
 
@@ -93,50 +93,50 @@ class Hang:
     cause: str
     why: str
     places: tuple[str, ...] = ()  #: the places in which its ranks wait: the next rounds remember them
-    ends: bool = True
+    kills_group: bool = True
     """The group is to be ended; else to be reported only, as the wait may be healthy and a kill costs more."""
     waited_s: float = 0.0
-    repeats: tuple[str, ...] = ()
+    repeated_places: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Killed:
+class KillCount:
     """The number of groups of this job that were killed while a rank waited in some place, the last one after which
     step."""
 
     times: int
-    step: int
+    last_step: int
 
 
 Judgement = NoHang | SuspectedHang | Hang
-Kills = Mapping[str, Killed]
+KillsByPlace = Mapping[str, KillCount]
 
 
 def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
     """Why one node should gather evidence and ask the other nodes; None while it should not."""
-    live = [rank for rank in _ranks([report]) if not rank.report.exited]
-    early_s = EARLY_FRACTION * policy.stopped_after_s
+    live = [rank for rank in _rank_states([report]) if not rank.report.exited]
+    early_s = GATHER_FROM_FRACTION * policy.stopped_after_s
     for rank in live:
-        if (rank.report.state == "T" and rank.report.stopped_s >= early_s) or _zombie(rank):
+        if (rank.report.state == "T" and rank.report.stopped_s >= early_s) or _is_zombie(rank):
             return f"{rank.label()} {rank.activity()}"
     if report.store_state == "T" and report.store_stopped_s >= early_s:
-        return _store_activity(report)
+        return _describe_stopped_store(report)
     if not live or report.deadline_s <= 0:
         return None
     deadline_s = _deadline_s(live, report.deadline_s, policy)
     idle_s = _idle_s(live)
-    if idle_s >= max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_timeout_s):
+    if idle_s >= max(GATHER_FROM_FRACTION * deadline_s, deadline_s - policy.evidence_timeout_s):
         return f"no rank on {report.node} has made progress for {idle_s:.1f} s; the deadline is {deadline_s:.1f} s"
-    overdue_s = limits("overdue", policy, PatienceFacts(deadline_s)).report_s
+    overdue_s = report_and_kill_limits("overdue", policy, LimitFacts(deadline_s)).report_s
     longest = max(live, key=lambda rank: rank.waiting_s)
-    if longest.waiting_s < max(EARLY_FRACTION * overdue_s, overdue_s - policy.evidence_timeout_s):
+    if longest.waiting_s < max(GATHER_FROM_FRACTION * overdue_s, overdue_s - policy.evidence_timeout_s):
         return None
     return f"{longest.label()} waits for other ranks for {longest.waiting_s:.1f} s; the limit is {overdue_s:g} s"
 
 
-def describe_wait(report: HangReport) -> str:
+def describe_likely_culprit(report: HangReport) -> str:
     """The rank of this node that most likely holds up the others, and what it does."""
-    live = [rank for rank in _ranks([report]) if not rank.report.exited]
+    live = [rank for rank in _rank_states([report]) if not rank.report.exited]
     rank = next((rank for rank in live if not rank.waits), live[0]) if live else None
     return f"{rank.label()} {rank.activity()}" if rank is not None else "no rank runs"
 
@@ -147,7 +147,7 @@ def judge(
     policy: Policy,
     *,
     deadline_passed: bool = False,
-    kills: Kills = MappingProxyType({}),
+    kills: KillsByPlace = MappingProxyType({}),
     progress_s: float = math.inf,
     can_restart: bool = True,
 ) -> Judgement:
@@ -161,7 +161,7 @@ def judge(
         return NoHang("no running rank has been reported")
     judgement = next(answer for rule in RULES if (answer := rule(case)) is not None)
     if not isinstance(judgement, Hang):
-        return _stopped_recently(case.live, policy, EARLY_FRACTION * policy.stopped_after_s) or judgement
+        return _stopped_recently(case.live, policy, GATHER_FROM_FRACTION * policy.stopped_after_s) or judgement
     missing = [node for node in sorted(set(nodes)) if node not in case.reports or not case.reports[node].gathered]
     if not missing:
         return judgement
@@ -170,7 +170,7 @@ def judge(
     silent = ", ".join(node for node in missing if node not in case.reports)
     if not silent:
         return judgement
-    if not judgement.culprits and judgement.cause == "network" and case.idle_s < (PATIENCE["alike"].seconds or 0.0):
+    if not judgement.culprits and judgement.cause == "network" and case.idle_s < (LIMIT_RULES["alike"].report_s or 0.0):
         return SuspectedHang(f"{judgement.why}; {silent} did not answer and may be the cause")
     return replace(judgement, why=f"{judgement.why}; {silent} did not answer")
 
@@ -178,7 +178,7 @@ def judge(
 def has_progress(reports: Sequence[HangReport], policy: Policy) -> bool:
     """A rank has made progress within its deadline, and none waits for someone outside."""
     case = _Case(_latest(reports), 0, policy, {})
-    return bool(case.live) and case.idle_s < case.deadline_s and not any(rank.waits_outside for rank in case.live)
+    return bool(case.live) and case.idle_s < case.deadline_s and not any(rank.waits_outside_job for rank in case.live)
 
 
 @dataclass(frozen=True)
@@ -186,28 +186,28 @@ class _Case:
     """The facts that the rules decide on, with those that several of them need."""
 
     reports: Mapping[str, HangReport]  #: every node's latest one
-    nodes: int
+    node_count: int
     policy: Policy
-    kills: Kills
+    kills: KillsByPlace
     progress_s: float = math.inf
     can_restart: bool = True
 
     @cached_property
     def live(self) -> list[RankState]:
-        return [rank for rank in _ranks(self.reports.values()) if not rank.report.exited]
+        return [rank for rank in _rank_states(self.reports.values()) if not rank.report.exited]
 
     @cached_property
     def idle_s(self) -> float:
         return _idle_s(self.live)
 
     @cached_property
-    def learned_s(self) -> float:
+    def learned_deadline_s(self) -> float:
         """The longest deadline that any node has learned; 0 if no node has seen this script train."""
         return max(self.reports[rank.node].deadline_s for rank in self.live)
 
     @cached_property
     def deadline_s(self) -> float:
-        return _deadline_s(self.live, self.learned_s, self.policy)
+        return _deadline_s(self.live, self.learned_deadline_s, self.policy)
 
     @cached_property
     def step(self) -> int:
@@ -222,10 +222,10 @@ class _Case:
         timeout_s = max(rank.report.timeout_s for rank in self.live)
         if timeout_s and any(rank.report.where == "collective" for rank in self.live):
             return timeout_s + TIMEOUT_GRACE_S
-        return max(timeout_s, SLOW_CEILING_S)
+        return max(timeout_s, DEFAULT_SLOW_CEILING_S)
 
     @cached_property
-    def suspended(self) -> list[RankState]:
+    def ranks_of_suspended_nodes(self) -> list[RankState]:
         """The ranks of nodes on which all ranks of the job are stopped: a scheduler did that, and will resume them.
 
         A single rank of a node may be stopped by itself, while those of other nodes run.
@@ -237,16 +237,16 @@ class _Case:
 
     @cached_property
     def blame(self) -> Blame:
-        exited = [rank for rank in _ranks(self.reports.values()) if rank.report.exited]
-        return blame(self.live, exited, self.nodes)
+        exited = [rank for rank in _rank_states(self.reports.values()) if rank.report.exited]
+        return blame(self.live, exited, self.node_count)
 
     @cached_property
-    def restart_costs_s(self) -> float:
+    def lost_by_restart_s(self) -> float:
         """The training that a restart would repeat: infinite where elasticd does not know the saves of every node."""
         costs = [self.reports[rank.node].restart_s for rank in self.live]
         return min(costs) if self.can_restart and min(costs) >= 0 else math.inf
 
-    def kills_for(self, blamed: Blame) -> Kills:
+    def kills_for(self, blamed: Blame) -> KillsByPlace:
         """The kills of groups that waited as this one does. A rank without a stack may be in any place."""
         return {place: killed for place, killed in self.kills.items() if not blamed.places or place in blamed.places}
 
@@ -258,8 +258,8 @@ def _stopped_process(case: _Case) -> Hang | None:
     """A process that is stopped while others run, or a zombie, does not resume whatever the others do."""
     limit_s = case.policy.stopped_after_s
     stopped = [rank for rank in case.live if rank.report.state == "T" and rank.report.stopped_s >= limit_s]
-    stopped = [rank for rank in stopped if rank not in case.suspended]
-    zombies = [rank for rank in case.live if _zombie(rank)]
+    stopped = [rank for rank in stopped if rank not in case.ranks_of_suspended_nodes]
+    zombies = [rank for rank in case.live if _is_zombie(rank)]
     for cause, culprits in (("stopped", stopped), ("zombie", zombies)):
         if culprits:
             more = f"; so {'is' if len(culprits) == 2 else 'are'} {labels(culprits[1:])}" if culprits[1:] else ""
@@ -272,22 +272,23 @@ def _stopped_store(case: _Case) -> Hang | None:
     """The process that hosts the round's store is stopped."""
     for report in case.reports.values():
         if report.store_state == "T" and report.store_stopped_s >= case.policy.stopped_after_s:
-            return Hang((), "store", _store_activity(report))
+            return Hang((), "store", _describe_stopped_store(report))
     return None
 
 
-def _suspended(case: _Case) -> Judgement | None:
+def _suspended_nodes(case: _Case) -> Judgement | None:
     """All ranks of a node are stopped."""
-    stopped_s = min((rank.report.stopped_s for rank in case.suspended), default=0.0)
+    stopped_s = min((rank.report.stopped_s for rank in case.ranks_of_suspended_nodes), default=0.0)
     if stopped_s < case.policy.stopped_after_s:
         return None
-    why = f"{labels(case.suspended)} {'is' if len(case.suspended) == 1 else 'are'} stopped (state T) for "
+    ranks = case.ranks_of_suspended_nodes
+    why = f"{labels(ranks)} {'is' if len(ranks) == 1 else 'are'} stopped (state T) for "
     why += f"{stopped_s:.1f} s, as all ranks of their node"
-    return _decide(case, Blame(tuple(case.suspended), "stopped", why, "outside"), stopped_s)
+    return _decide(case, Blame(tuple(ranks), "stopped", why, "outside"), stopped_s)
 
 
 def _never_trained(case: _Case) -> NoHang | None:
-    if case.learned_s > 0:
+    if case.learned_deadline_s > 0:
         return None
     return NoHang("this script has never been seen to train, so being idle is no evidence of a hang")
 
@@ -299,7 +300,7 @@ def _overdue(case: _Case) -> Judgement | None:
     for a whole deadline: of a group that resumes after a debugger, or a pause of the machine, one rank still waits for
     a moment.
     """
-    if case.idle_s >= case.deadline_s or any(rank.waits_outside for rank in case.live):
+    if case.idle_s >= case.deadline_s or any(rank.waits_outside_job for rank in case.live):
         return None
     if case.progress_s < case.deadline_s:
         return None
@@ -317,9 +318,9 @@ def _recent_progress(case: _Case) -> NoHang | None:
     return NoHang(f"the last progress was {case.idle_s:.1f} s ago; the deadline is {case.deadline_s:.1f} s")
 
 
-def _outside(case: _Case) -> Judgement | None:
+def _waits_outside_job(case: _Case) -> Judgement | None:
     """A person at a debugger may take any time. A group that nobody reads would write in vain after a restart, too."""
-    rank = next((rank for rank in case.live if rank.waits_outside), None)
+    rank = next((rank for rank in case.live if rank.waits_outside_job), None)
     if rank is None:
         return None
     return _decide(case, Blame((rank,), "blocked", f"{rank.label()} {rank.activity()}", "outside"), case.idle_s)
@@ -347,8 +348,8 @@ def _slow_collective(case: _Case) -> SuspectedHang | None:
     ranks = case.live if case.blame.evidence == "alike" else culprits if case.blame.evidence == "idle" else []
     if not ranks or case.idle_s >= case.ceiling_s:
         return None
-    moved_s, sender = min(((rank.moved_bytes_s, rank) for rank in ranks), key=lambda one: one[0])
-    if moved_s >= (PATIENCE["alike"].seconds or 0.0) or moved_s >= case.idle_s / 2:
+    moved_s, sender = min(((rank.sockets_idle_s, rank) for rank in ranks), key=lambda one: one[0])
+    if moved_s >= (LIMIT_RULES["alike"].report_s or 0.0) or moved_s >= case.idle_s / 2:
         return None
     flow = f"{sender.label()} has moved data {moved_s:.1f} s ago"
     return SuspectedHang(f"slow, not hung: {case.blame.why}; but {flow}; the limit is {case.ceiling_s:g} s")
@@ -357,11 +358,11 @@ def _slow_collective(case: _Case) -> SuspectedHang | None:
 RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
     _stopped_process,
     _stopped_store,
-    _suspended,
+    _suspended_nodes,
     _never_trained,
     _overdue,
     _recent_progress,
-    _outside,
+    _waits_outside_job,
     # From here on no rank has made progress for longer than the longest deadline of any node.
     _slow_rank,
     _stopped_culprits,
@@ -374,26 +375,30 @@ RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
 def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
     """Wait, report, or end the group, as the table of patience says."""
     before = case.kills_for(found)
-    repeats = tuple(place for place, killed in before.items() if case.step <= killed.step)
-    facts = PatienceFacts(
+    repeated_places = tuple(place for place, killed in before.items() if case.step <= killed.last_step)
+    facts = LimitFacts(
         case.deadline_s,
         pause_s=max(report.pause_s for report in case.reports.values()),
         ceiling_s=case.ceiling_s,
-        cheap=case.restart_costs_s < waited_s,
-        kills=max((killed.times for killed in before.values()), default=0),
-        links_s=max(report.links_s for report in case.reports.values()),
-        repeats=bool(repeats),
+        restart_is_cheap=case.lost_by_restart_s < waited_s,
+        kills_for_wait=max((killed.times for killed in before.values()), default=0),
+        retransmission_s=max(report.links_s for report in case.reports.values()),
+        repeats_after_kill=bool(repeated_places),
     )
-    limit = limits(found.evidence, case.policy, facts)
-    why = f"{found.why}, as in {count(facts.kills, 'hang')} before" if facts.kills and found.places else found.why
+    limit = report_and_kill_limits(found.evidence, case.policy, facts)
+    why = (
+        f"{found.why}, as in {count(facts.kills_for_wait, 'hang')} before"
+        if facts.kills_for_wait and found.places
+        else found.why
+    )
     if waited_s < limit.report_s:
-        return SuspectedHang(f"{why}; the limit is {limit.report_s:g} s", repeats)
+        return SuspectedHang(f"{why}; the limit is {limit.report_s:g} s", repeated_places)
     ends = waited_s >= limit.kill_s
     if not ends:
         why += "; it may still resume" + (f": the limit is {limit.kill_s:g} s" if limit.kill_s < math.inf else "")
-    places = [*found.places, *sorted({rank.place for rank in case.live} - {"", *found.places})]
+    places = [*found.places, *sorted({rank.wait_place for rank in case.live} - {"", *found.places})]
     culprits = tuple(rank.location for rank in found.culprits)
-    return Hang(culprits, found.cause, why, tuple(places[:MOST_PLACES]), ends, waited_s, repeats)
+    return Hang(culprits, found.cause, why, tuple(places[:MOST_PLACES]), ends, waited_s, repeated_places)
 
 
 def _stopped_recently(ranks: Sequence[RankState], policy: Policy, from_s: float) -> SuspectedHang | None:
@@ -403,11 +408,11 @@ def _stopped_recently(ranks: Sequence[RankState], policy: Policy, from_s: float)
     return None
 
 
-def _store_activity(report: HangReport) -> str:
+def _describe_stopped_store(report: HangReport) -> str:
     return f"the round's store on {report.node} is stopped (state T) for {report.store_stopped_s:.1f} s"
 
 
-def _zombie(rank: RankState) -> bool:
+def _is_zombie(rank: RankState) -> bool:
     return rank.report.state == "Z" and rank.report.idle_s >= ZOMBIE_S
 
 
@@ -418,7 +423,7 @@ def _deadline_s(live: Sequence[RankState], learned_s: float, policy: Policy) -> 
     ends by itself; the error of a barrier names the missing ranks.
     """
     pause_s = policy.hold_timeout_s if any(rank.is_paused for rank in live) else 0.0
-    barrier_s = max((rank.report.barrier_s for rank in live if rank.at_barrier), default=0.0)
+    barrier_s = max((rank.report.barrier_s for rank in live if rank.waits_out_of_band), default=0.0)
     timeout_s = max(barrier_s, *(rank.report.wait_timeout_s for rank in live))
     return max(learned_s + pause_s, timeout_s + TIMEOUT_GRACE_S if timeout_s else 0.0)
 
@@ -438,5 +443,5 @@ def _latest(reports: Sequence[HangReport]) -> dict[str, HangReport]:
     return dict(sorted(latest.items()))
 
 
-def _ranks(reports: Iterable[HangReport]) -> list[RankState]:
+def _rank_states(reports: Iterable[HangReport]) -> list[RankState]:
     return sorted((RankState(r.node, rank) for r in reports for rank in r.ranks), key=lambda one: one.report.rank)

@@ -291,7 +291,7 @@ class JobLoop:
                 detector.report_requested(number, on)
                 self._monitor.observe_next_turn(now)
             case HangVerdict(number):
-                evidence = detector.hang_found(message)
+                evidence = detector.write_verdict(message)
                 self._listener.on(message, now)
                 if evidence is not None:
                     self._listener.log(f"round {number}: stacks and waiting ranks: elasticd explain {evidence}")

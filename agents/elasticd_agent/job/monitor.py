@@ -127,8 +127,8 @@ class GroupMonitor:
         self.drop()
         self._prepared = prepared
         prepared.observer.earlier = self._earlier
-        self.detector.expect(round.number)
-        self._history.begin()
+        self.detector.group_expected(round.number)
+        self._history.group_started()
         self._wait_shares.begin()
         self._at = now + EAGER_INTERVAL_S
         self._step_at, self._step_s, self._kept, self._has_absent = (0, now), 0.0, (), False
@@ -145,7 +145,7 @@ class GroupMonitor:
         self._kept = started.kept
         prepared.observer.set_processes(started.pids, started.store_pid, started.held_ranks, started.store_port)
         targets = [replace(t, pid=pid) for t, pid in zip(prepared.targets, started.pids, strict=True)]
-        self.detector.begin(started.number, targets, prepared.evidence_dir)
+        self.detector.group_started(started.number, targets, prepared.evidence_dir)
 
     def released(self, released: WorkersReleased) -> None:
         if self.number == released.number and self._prepared is not None:
@@ -173,7 +173,7 @@ class GroupMonitor:
 
     def ending(self) -> None:
         """While a group is ended, its silence is no sign of a hang."""
-        self.detector.end()
+        self.detector.group_ended()
 
     def end(self, number: int) -> FirstStep | None:
         """The group of round `number` has ended: read its last worker events, and stop."""
@@ -206,11 +206,16 @@ class GroupMonitor:
         for event in seen.worker_events:
             self._worker_event(event)
         self._find_pending_exception(seen)
-        self._rendezvous.update_local_facts(high_water=self._history.high_water(seen))
+        self._rendezvous.update_local_facts(high_water=self._history.update_high_water(seen))
         self._advanced(seen.step, now)
         if (counts := self._wait_shares.update(seen)) is not None:
             self._rendezvous.update_node_record(wait_counts=counts)
-        learned = self._history.deadline_s(seen), now, self._history.pause_s, self._history.restart_s(seen)
+        learned = (
+            self._history.learn_deadline_s(seen),
+            now,
+            self._history.longest_pause_s,
+            self._history.lost_by_restart_s(seen),
+        )
         self.detector.update(seen, *learned)
         self._listener.on(seen, now)
         calm = number == self._stepped_round or now > self._eager_until
@@ -257,7 +262,7 @@ class GroupMonitor:
     def _worker_event(self, event: WorkerEvent) -> None:
         number, step = event.round, event.step
         if number == self.number and event.kind in STATE_KEPT:
-            self._history.state_kept(event.mono)
+            self._history.state_saved(event.mono)
         if number == self.number and "saves_at_faults" in event.extra:
             self._history.rank_saves_at_faults(event.rank, event.extra["saves_at_faults"] is True)
         match event.kind:

@@ -259,7 +259,7 @@ def _group_monitor(
         member.report_hang,
         reporter.hangs,
         report_every_look=not shared,
-        links_s=retransmission_s(spec.base_environment(os.environ)),
+        retransmission_s=retransmission_s(spec.base_environment(os.environ)),
     )
     return GroupMonitor(member, StepHistory(policy), detector, reporter, shared=shared)
 

@@ -98,7 +98,7 @@ def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> No
         assert locate(stack(*SCRIPT), FactsBesideStack(source=source, idle=True, group=True)).function == name
         rank = RankState("a", RankReport(0, 0, where="collective", function=name))
         assert rank.waits
-        assert not rank.is_recorded
+        assert not rank.wait_is_recorded
 
 
 def test_locate_without_frames() -> None:

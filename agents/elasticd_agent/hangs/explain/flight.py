@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticd_agent.hangs.recordings import agreed
+from elasticd_agent.hangs.recordings import comparable_kind
 from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
 
 MOST_GROUPS = 16
@@ -83,7 +83,7 @@ def _differing(members: Mapping[int, GroupTail]) -> dict[str, tuple[int, ...]] |
         ranks: dict[str, list[int]] = defaultdict(list)
         for rank, tail in sorted(members.items()):
             if kind := dict(tail.kinds).get(number):
-                ranks[agreed(kind, tail.backend)].append(rank)
+                ranks[comparable_kind(kind, tail.backend)].append(rank)
         if len(ranks) > 1:
             common = sorted(ranks.values(), key=lambda group: -len(group))
             return {str(_issued(members[group[0]], number)): tuple(group) for group in common}
