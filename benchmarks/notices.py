@@ -45,7 +45,7 @@ AGENT = """
 import pathlib, sys
 from elasticd_agent.cli.main import main
 from elasticd_agent.system.network import kubernetes
-kubernetes.SERVICE_ACCOUNT = pathlib.Path(sys.argv.pop(1))
+kubernetes.SERVICE_ACCOUNT_DIR = pathlib.Path(sys.argv.pop(1))
 sys.exit(main())
 """
 

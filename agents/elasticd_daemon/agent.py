@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 from elasticd.errors import UsageError
 from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.config.command_parser import CommandParser
-from elasticd_agent.config.notice_options import parse_service
+from elasticd_agent.config.notice_options import parse_notice_service
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.version import version
@@ -145,7 +145,7 @@ def _run(
     if settings.preemption_notices:
         from elasticd_agent.system.network.preemption import PreemptionMonitor  # it takes an HTTP client
 
-        services = tuple(map(parse_service, settings.preemption_notices))
+        services = tuple(map(parse_notice_service, settings.preemption_notices))
         monitor = PreemptionMonitor(services, lambda notice: inbox.put(SignalRequest("drain", notice)), journal.warn)
         stack.callback(monitor.close)
     rendezvous = store_rendezvous(settings)

@@ -13,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system.processes.cgroups import NoLimits, make_group, remove_empty_groups, throttled_s
+from elasticd_agent.system.processes.cgroups import (
+    LimitsUnavailable,
+    make_job_group,
+    remove_empty_job_groups,
+    throttled_s,
+)
 from tests.hangs import harms
 
 V2 = "nr_periods 40\nnr_throttled 39\nthrottled_usec 2500000\n"
@@ -74,7 +79,7 @@ def tree(tmp_path: Path, own: str, controllers: str = "cpu io memory pids") -> t
 def test_job_gets_a_group_beside_the_agents(tmp_path: Path) -> None:
     proc, root = tree(tmp_path, f"1:name=x:/other\n0::/{UNIT}/agent\n")
     for memory in (1000, 2000):  # the second time it exists
-        group = make_group("llama.7", {"memory": memory, "cpu": 50}, proc, root)
+        group = make_job_group("llama.7", {"memory": memory, "cpu": 50}, proc, root)
         assert group == Path(root, UNIT, "job.llama.7")
         assert {path.name: path.read_text() for path in group.iterdir()} == {
             "memory.max": str(memory),
@@ -82,7 +87,7 @@ def test_job_gets_a_group_beside_the_agents(tmp_path: Path) -> None:
         }
     assert Path(root, UNIT, "cgroup.subtree_control").read_text() == "+cpu +memory"
     Path(root, UNIT, "job.old.1").mkdir()
-    remove_empty_groups(proc, root)
+    remove_empty_job_groups(proc, root)
     assert [path.name for path in Path(root, UNIT).glob("job.*")] == ["job.llama.7"], "only empty ones go"
 
 
@@ -98,5 +103,5 @@ def test_job_gets_a_group_beside_the_agents(tmp_path: Path) -> None:
 )
 def test_why_there_are_no_limits(tmp_path: Path, own: str, controllers: str, why: str) -> None:
     proc, root = tree(tmp_path, own, controllers)
-    with pytest.raises(NoLimits, match=re.escape(why)):
-        make_group("llama.7", {"memory": 1}, proc, root)
+    with pytest.raises(LimitsUnavailable, match=re.escape(why)):
+        make_job_group("llama.7", {"memory": 1}, proc, root)

@@ -50,7 +50,7 @@ def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]
     accepted = sum(outlet.put(b"x" * 999 + b"\n") for _ in range(1000))
     assert time.monotonic() - begun < DEADLINE
     assert 100 <= accepted <= 100_000 // 1000 + 65_536 // 1000 + 66
-    assert outlet.room() < 1000
+    assert outlet.room_bytes() < 1000
     assert not outlet.close(within_s=0.1), "it says that not all of it was written"
     assert time.monotonic() - begun < 2 * DEADLINE
     assert drain(pipe[0], accepted * 1000) == (b"x" * 999 + b"\n") * accepted
@@ -58,7 +58,7 @@ def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]
 
 def test_when_drained_is_called(pipe: tuple[int, int]) -> None:
     outlet, told = NonBlockingWriter(pipe[1], capacity=100_000), threading.Event()
-    outlet.when_drained(told.set)
+    outlet.add_room_listener(told.set)
     assert outlet.put(b"x" * 100_000)
     assert not outlet.put(b"y")
     assert len(drain(pipe[0], 100_000)) == 100_000
@@ -69,9 +69,9 @@ def test_when_drained_is_called(pipe: tuple[int, int]) -> None:
 
 def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int]) -> None:
     outlet = NonBlockingWriter(pipe[1])
-    assert not outlet.reader_gone()
+    assert not outlet.is_reader_gone()
     os.close(pipe[0])
-    assert outlet.reader_gone(), "before anything is written"
+    assert outlet.is_reader_gone(), "before anything is written"
     until = time.monotonic() + DEADLINE
     while not outlet.broken and time.monotonic() < until:
         assert outlet.put(b"x\n")

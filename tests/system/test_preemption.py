@@ -95,18 +95,18 @@ def serve(asked: list[tuple[str, Mapping[str, str]]]) -> Iterator[Serve]:
 def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("token", "secret\n"), ("namespace", "ml")):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT_DIR", tmp_path)
     monkeypatch.setattr(kubernetes, "TIMEOUT_S", 30.0)
     monkeypatch.setenv("POD_NAME", "pod-3")
 
 
 def test_every_service_can_be_named() -> None:
-    assert tuple(preemption.SERVICES) == notice_options.SERVICES
+    assert tuple(preemption.NOTICE_QUERIES) == notice_options.NOTICE_SERVICES
 
 
 @pytest.mark.parametrize(("service", "answers", "notice"), NOTICES)
 def test_notice_is_found(service: str, answers: Mapping[str, str], notice: str, serve: Serve) -> None:
-    assert notice in preemption.SERVICES[service](serve({**QUIET[service], **answers}))
+    assert notice in preemption.NOTICE_QUERIES[service](serve({**QUIET[service], **answers}))
 
 
 @pytest.mark.parametrize("service", QUIET)
@@ -114,13 +114,13 @@ def test_quiet_service_has_no_notice(
     service: str, serve: Serve, asked: list[tuple[str, Mapping[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert preemption.SERVICES[service](serve(QUIET[service])) == ""
+    assert preemption.NOTICE_QUERIES[service](serve(QUIET[service])) == ""
     name, value = HEADERS[service]
     assert all(headers.get(name.lower()) == value for _, headers in asked[1:])
 
 
 def test_node_that_may_not_be_read_is_left_out(serve: Serve) -> None:
-    assert preemption.kubernetes(serve({PODS: json.dumps(POD), NODES: "{}"})) == ""
+    assert preemption.kubernetes_notice(serve({PODS: json.dumps(POD), NODES: "{}"})) == ""
 
 
 def test_service_that_is_away_is_reported_once(serve: Serve) -> None:
@@ -149,12 +149,12 @@ def test_service_that_is_away_is_reported_once(serve: Serve) -> None:
 def test_service_that_cannot_be_asked_is_refused(text: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(UsageError, match=why):
-        notice_options.parse_service(text)
+        notice_options.parse_notice_service(text)
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
-    found = [notice_options.parse_service(text) for text in ("aws", "gcp=http://h:1/", "kubernetes")]
+    found = [notice_options.parse_notice_service(text) for text in ("aws", "gcp=http://h:1/", "kubernetes")]
     assert found == [("aws", "http://169.254.169.254"), ("gcp", "http://h:1"), ("kubernetes", "https://[fd00::1]:443")]
 
 

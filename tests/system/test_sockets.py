@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elasticd_agent.system.network.sockets import tcp_bytes
+from elasticd_agent.system.network.sockets import tcp_bytes_by_inode
 from elasticd_agent.system.processes.procfs import sockets_of
 
 
@@ -20,9 +20,14 @@ def test_sent_and_received_bytes(address: str, until: Callable[[Callable[[], obj
         ends = [os.fstat(end.fileno()).st_ino for end in (client, peer)]
         assert set(ends) <= sockets_of([os.getpid()])
         listening = os.fstat(server.fileno()).st_ino
-        assert tcp_bytes()[listening].queued == 0
+        assert tcp_bytes_by_inode()[listening].queued == 0
         client.sendall(b"x" * 50_000)
-        until(lambda: all(inode in tcp_bytes() and tcp_bytes()[inode].moved >= 50_000 for inode in ends), 20)
+        until(
+            lambda: all(
+                inode in tcp_bytes_by_inode() and tcp_bytes_by_inode()[inode].moved >= 50_000 for inode in ends
+            ),
+            20,
+        )
 
 
 def test_bytes_that_the_peer_does_not_take_are_unsent(until: Callable[[Callable[[], object], float], object]) -> None:
@@ -31,10 +36,10 @@ def test_bytes_that_the_peer_does_not_take_are_unsent(until: Callable[[Callable[
         client.setblocking(False)
         sent = client.send(b"x" * (1 << 24))
         inode = os.fstat(client.fileno()).st_ino
-        assert tcp_bytes()[inode].queued > 0
+        assert tcp_bytes_by_inode()[inode].queued > 0
         while sent:
             sent -= len(peer.recv(1 << 20))
-        until(lambda: tcp_bytes()[inode].queued == 0, 20)
+        until(lambda: tcp_bytes_by_inode()[inode].queued == 0, 20)
 
 
 def test_bytes_that_are_not_read_are_queued(until: Callable[[Callable[[], object], float], object]) -> None:
@@ -43,11 +48,11 @@ def test_bytes_that_are_not_read_are_queued(until: Callable[[Callable[[], object
     with server, socket.create_connection(server.getsockname()) as client, server.accept()[0] as peer:
         ours, theirs = (os.fstat(end.fileno()).st_ino for end in (client, peer))
         client.sendall(b"123")
-        until(lambda: [tcp_bytes()[inode].queued for inode in (ours, theirs)] == [0, 3], 20)
+        until(lambda: [tcp_bytes_by_inode()[inode].queued for inode in (ours, theirs)] == [0, 3], 20)
         client.close()
-        until(lambda: tcp_bytes()[theirs].queued == 3, 20)
+        until(lambda: tcp_bytes_by_inode()[theirs].queued == 3, 20)
         assert peer.recv(3) == b"123"
-        assert tcp_bytes()[theirs].queued == 0, "the end of a connection is no data"
+        assert tcp_bytes_by_inode()[theirs].queued == 0, "the end of a connection is no data"
 
 
 def test_ended_process_has_no_sockets() -> None:

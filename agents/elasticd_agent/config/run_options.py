@@ -26,7 +26,7 @@ from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, Treatment, ValueType
-from elasticd_agent.config.notice_options import parse_service
+from elasticd_agent.config.notice_options import parse_notice_service
 from elasticd_agent.config.quantities import parse_count_range
 from elasticd_agent.config.rendezvous_options import RendezvousOptions, read_rendezvous
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, job_id_prefix, policy_with, preloaded_modules
@@ -107,7 +107,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
         metrics_port=parsed.metrics_port,
         metrics_addr=parsed.metrics_addr,
         quiet=parsed.quiet,
-        notices=tuple(map(parse_service, parsed.preemption_notices)),
+        notices=tuple(map(parse_notice_service, parsed.preemption_notices)),
     )
     return RunModel(_job_spec(parsed, options, environ, cwd), policy, settings)
 

@@ -16,16 +16,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-CAPACITY = 1 << 20
+CAPACITY_BYTES = 1 << 20
 # Pieces are joined up to this size, so that many short lines cost few writes.
-_BATCH = 64 * 1024
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_BATCH_BYTES = 64 * 1024
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NonBlockingWriter:
     """Writes the pieces given to `put` to a duplicate of `fd`, in order."""
 
-    def __init__(self, fd: int, capacity: int = CAPACITY, name: str = "elasticd-writer") -> None:
+    def __init__(self, fd: int, capacity: int = CAPACITY_BYTES, name: str = "elasticd-writer") -> None:
         """A closed `fd` makes a writer that is broken from the start and discards everything."""
         self._capacity = capacity
         self._pieces: deque[bytes] = deque()
@@ -44,7 +44,7 @@ class NonBlockingWriter:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def reader_gone(self) -> bool:
+    def is_reader_gone(self) -> bool:
         """Also if nothing has been written since."""
         if self.broken or not self._thread.is_alive():
             return True
@@ -52,11 +52,11 @@ class NonBlockingWriter:
         poll.register(self._fd, 0)
         return bool(poll.poll(0))  # POLLERR, POLLHUP
 
-    def room(self) -> int:
+    def room_bytes(self) -> int:
         """Bytes that `put` would accept now; a broken writer accepts and discards any number."""
         return self._capacity if self.broken else self._capacity - self._pending_bytes
 
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Everything accepted so far has been written."""
         return self._pending_bytes == 0
 
@@ -73,14 +73,14 @@ class NonBlockingWriter:
             self._changed.notify_all()
             return True
 
-    def when_drained(self, listener: Callable[[], None]) -> None:
+    def add_room_listener(self, listener: Callable[[], None]) -> None:
         """`listener` is called on the writer's thread whenever there is room again; it must not block."""
         self._listeners.append(listener)
 
     def flush(self, within_s: float) -> bool:
         """True when everything accepted so far has been written within `within_s` seconds."""
         with self._changed:
-            return self._changed.wait_for(self.empty, within_s)
+            return self._changed.wait_for(self.is_empty, within_s)
 
     def close(self, within_s: float = 1.0) -> bool:
         """Flush, then end the thread. True as from `flush`."""
@@ -89,12 +89,12 @@ class NonBlockingWriter:
             already, self._closing = self._closing, True
             self._changed.notify_all()
         if self._fd < 0 or already:
-            return self.empty()
+            return self.is_empty()
         self._thread.join(max(0.0, until - time.monotonic()))
-        return self.empty()
+        return self.is_empty()
 
     def _run(self) -> None:
-        while batch := self._next():
+        while batch := self._next_batch():
             self._write(batch)
             with self._changed:
                 self._pending_bytes = 0 if self.broken else self._pending_bytes - len(batch)
@@ -104,13 +104,13 @@ class NonBlockingWriter:
         # Not in `close`: for a thread stuck in write(2) the number could then mean another file.
         os.close(self._fd)
 
-    def _next(self) -> bytes:
+    def _next_batch(self) -> bytes:
         with self._changed:
             while not self._pieces and not self._closing:
                 self._changed.wait()
             taken: list[bytes] = []
             size = 0
-            while self._pieces and (not taken or size + len(self._pieces[0]) <= _BATCH):
+            while self._pieces and (not taken or size + len(self._pieces[0]) <= _BATCH_BYTES):
                 taken.append(self._pieces.popleft())
                 size += len(taken[-1])
             return b"".join(taken)
@@ -131,7 +131,7 @@ class NonBlockingWriter:
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll(1000)
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in _DISK_FULL_ERRNOS:
                     self._lost_bytes += min(len(left), len(data))
                     return
                 with self._changed:

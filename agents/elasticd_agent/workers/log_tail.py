@@ -121,7 +121,7 @@ class TailedFile:
         """Read the next piece and pass it on. True if there is more to read at once."""
         if outlet.broken and self._filter is None:
             self._position = size
-        if self._position >= size or outlet.room() < _CHUNK:
+        if self._position >= size or outlet.room_bytes() < _CHUNK:
             return False
         data = os.pread(self._fd, _CHUNK, self._position)
         whole = len(data) == _CHUNK
@@ -215,7 +215,7 @@ class LogTailer:
         self._tasks: list[Callable[[], object]] = []
         self._closing = False
         for outlet in outlets:
-            outlet.when_drained(self._wake.set)
+            outlet.add_room_listener(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="elasticd-logs", daemon=True)
         self._thread.start()
 

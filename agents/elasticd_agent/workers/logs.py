@@ -255,7 +255,9 @@ class JobLogs:
         shown.
         """
         shown = self._spec.local_ranks_filter is None or local_rank in self._spec.local_ranks_filter
-        out, err = (None if shown and not self._outlets[which].reader_gone() else os.devnull for which in STREAM_NAMES)
+        out, err = (
+            None if shown and not self._outlets[which].is_reader_gone() else os.devnull for which in STREAM_NAMES
+        )
         error_dir = self._runtime / f"round-{number}"
         error_dir.mkdir(mode=0o700, exist_ok=True)
         return WorkerFiles(out, err, str(error_dir / f"error-{rank}.json"))
@@ -268,7 +270,7 @@ class JobLogs:
         if stream.path is not None and stream.path.parent == rank_dir:
             tail.follow(self._followed(which, number, rank, stream, stream.path))
         if stream.path is None:
-            return os.devnull if self._outlets[which].reader_gone() else None
+            return os.devnull if self._outlets[which].is_reader_gone() else None
         return str(stream.path)
 
     def _followed(self, which: Streams, number: int, rank: int, stream: OutputTarget, path: Path) -> TailedFile:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.notice_options import parse_service
+from elasticd_agent.config.notice_options import parse_notice_service
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
 from elasticd_agent.system.durations import format_duration
@@ -72,7 +72,7 @@ def _check_node(settings: NodeSettings, environ: Mapping[str, str]) -> None:
             raise ConfigError("labels", f"{label!r} must be printable ASCII without spaces or commas, as in rack=7")
     for service in settings.preemption_notices:
         try:
-            parse_service(service)
+            parse_notice_service(service)
         except UsageError as error:
             raise ConfigError("preemption_notices", str(error).removeprefix("preemption notices: ")) from None
     _check_user("user", settings.user)
@@ -213,7 +213,7 @@ def _check_health(health: HealthSettings) -> None:
         )
     if health.kubernetes != "off":
         try:
-            parse_service("kubernetes")
+            parse_notice_service("kubernetes")
         except UsageError:
             raise ConfigError(
                 "health.kubernetes", f"{health.kubernetes!r} needs a pod, which this agent has not"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from elasticd_agent.config.notice_options import parse_service
+from elasticd_agent.config.notice_options import parse_notice_service
 from elasticd_daemon.config.agent_settings import HealthSettings
 from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
 from elasticd_daemon.health.result import CheckResult, passed, skipped
@@ -41,9 +41,9 @@ class KubernetesNode:
 
         try:
             self._found = kubernetes.get(self._base, self._path)
-            taint = kubernetes.bad_taint(self._found, health.kubernetes_taints)
+            taint = kubernetes.find_taint(self._found, health.kubernetes_taints)
             why = f"this node has the taint {taint}" if taint else ""
-            why = why or kubernetes.bad_condition(self._found, health.kubernetes_conditions)
+            why = why or kubernetes.find_true_condition(self._found, health.kubernetes_conditions)
         except _NO_ANSWER as error:
             self._found = {}
             missing = skipped(CHECK, f"node {self._node} cannot be read from Kubernetes: {error}")
@@ -82,7 +82,7 @@ class KubernetesNode:
 
     @property
     def _base(self) -> str:
-        return parse_service("kubernetes")[1]
+        return parse_notice_service("kubernetes")[1]
 
     @property
     def _path(self) -> str:

@@ -196,7 +196,7 @@ class RunnerManager:
             else:
                 ends.append(RunnerEnd(spec, read_exit(files), requested=False))
         self._update_poller()
-        cgroups.remove_empty_groups()
+        cgroups.remove_empty_job_groups()
         return ends
 
     def _adoptable_spec(self, files: JobFiles, until: float) -> RunnerSpec | None:
@@ -242,8 +242,8 @@ class RunnerManager:
         """
         if limits:
             try:
-                group = cgroups.make_group(f"{spec.job}.{spec.number}", limits)
-            except cgroups.NoLimits as error:
+                group = cgroups.make_job_group(f"{spec.job}.{spec.number}", limits)
+            except cgroups.LimitsUnavailable as error:
                 raise NodeRefusesJob(f"this node cannot limit the {' and '.join(limits)} of a job: {error}") from None
             spec = replace(spec, control_group=str(group))
         files = self._make_folder(spec, account)
@@ -344,7 +344,7 @@ class RunnerManager:
                 self._kill_remnants(runner, now)
         if ends:
             self._update_poller()
-            cgroups.remove_empty_groups()
+            cgroups.remove_empty_job_groups()
         return ends
 
     def next_poll_at(self) -> float | None:

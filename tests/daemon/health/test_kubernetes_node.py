@@ -25,7 +25,7 @@ REPORT, READ = HealthSettings(kubernetes="report"), HealthSettings(kubernetes="r
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT_DIR", tmp_path)
     with serving("gpu-7", tmp_path) as server:
         for name, value in server.variables.items():
             monkeypatch.setenv(name, value)

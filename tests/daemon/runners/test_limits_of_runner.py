@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError
 from elasticd_agent.config.quantities import Size
 from elasticd_agent.system.processes import cgroups
-from elasticd_agent.system.processes.cgroups import NoLimits
+from elasticd_agent.system.processes.cgroups import LimitsUnavailable
 from elasticd_daemon.config.agent_settings import Limits
 from elasticd_daemon.config.allow_lists import cgroup_limits
 from elasticd_daemon.config.job_file import JobFile, JobLimits, to_json
@@ -65,9 +65,9 @@ def test_lower_limit_counts() -> None:
 
 def test_node_without_control_groups_refuses_a_limited_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str, limits: dict[str, int]) -> Path:
-        raise NoLimits("no group here")
+        raise LimitsUnavailable("no group here")
 
-    monkeypatch.setattr(cgroups, "make_group", none)
+    monkeypatch.setattr(cgroups, "make_job_group", none)
     with closing(RunnerManager(tmp_path, lambda: None, print)) as runners:
         spec = RunnerSpec("j", 1, "n1", (0,), "{}")
         with pytest.raises(NodeRefusesJob, match="cannot limit the memory of a job: no group here"):

@@ -16,43 +16,43 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 2.0
-MOST_BYTES = 1 << 20
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+MAX_ANSWER_BYTES = 1 << 20
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 def get(base: str, path: str) -> dict[str, Any]:
     """An object. Raises OSError, ValueError."""
-    return _ask(base, path)
+    return _request_object(base, path)
 
 
 def patch(base: str, path: str, change: Mapping[str, Any]) -> dict[str, Any]:
     """The object after a strategic merge patch. Raises OSError, ValueError."""
-    return _ask(base, path, "PATCH", json.dumps(change).encode())
+    return _request_object(base, path, "PATCH", json.dumps(change).encode())
 
 
-def bad_taint(node: Mapping[str, Any], wanted: Sequence[str]) -> str:
+def find_taint(node: Mapping[str, Any], patterns: Sequence[str]) -> str:
     """The first taint of the node that one of the patterns names; "" if there is none."""
     for taint in node.get("spec", {}).get("taints", []):
-        if any(_matches(taint["key"], taint["effect"], pattern) for pattern in wanted):
+        if any(_taint_matches(taint["key"], taint["effect"], pattern) for pattern in patterns):
             return f"{taint['key']}:{taint['effect']}"
     return ""
 
 
-def bad_condition(node: Mapping[str, Any], wanted: Sequence[str]) -> str:
+def find_true_condition(node: Mapping[str, Any], patterns: Sequence[str]) -> str:
     """The first condition of the node that is true and named by a pattern, with its message; "" if there is none."""
     for condition in node.get("status", {}).get("conditions", []):
-        if condition["status"] == "True" and any(fnmatchcase(condition["type"], pattern) for pattern in wanted):
+        if condition["status"] == "True" and any(fnmatchcase(condition["type"], pattern) for pattern in patterns):
             why = condition.get("message") or condition.get("reason") or "it is True"
             return f"{condition['type']}: {why}"
     return ""
 
 
-def _matches(key: str, effect: str, pattern: str) -> bool:
+def _taint_matches(key: str, effect: str, pattern: str) -> bool:
     key_pattern, _, effect_pattern = pattern.partition(":")
     return fnmatchcase(key, key_pattern) and effect_pattern in ("", effect)
 
 
-def request(
+def http_request(
     url: str,
     headers: Mapping[str, str],
     method: str = "GET",
@@ -66,7 +66,7 @@ def request(
     asked = urllib.request.Request(url, data=body, headers=dict(headers), method=method)
     try:
         with opener.open(asked, timeout=TIMEOUT_S) as reply:
-            answer: bytes = reply.read(MOST_BYTES)
+            answer: bytes = reply.read(MAX_ANSWER_BYTES)
             return answer
     except urllib.error.HTTPError as error:
         with error:
@@ -75,15 +75,15 @@ def request(
         return b""
 
 
-def _ask(base: str, path: str, method: str = "GET", body: bytes | None = None) -> dict[str, Any]:
-    token = (SERVICE_ACCOUNT / "token").read_text(encoding="ascii").strip()  # it is replaced while the pod runs
+def _request_object(base: str, path: str, method: str = "GET", body: bytes | None = None) -> dict[str, Any]:
+    token = (SERVICE_ACCOUNT_DIR / "token").read_text(encoding="ascii").strip()  # it is replaced while the pod runs
     context = None
     if base.startswith("https:"):
-        context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt"))
+        context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT_DIR / "ca.crt"))
     headers = {"Authorization": f"Bearer {token}"}
     if body is not None:
         headers["Content-Type"] = "application/strategic-merge-patch+json"
-    answer = request(base + path, headers, method, context, body)
+    answer = http_request(base + path, headers, method, context, body)
     if not answer:
         raise ValueError(f"there is no {path}")
     told: dict[str, Any] = json.loads(answer)

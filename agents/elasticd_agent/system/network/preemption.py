@@ -21,49 +21,49 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from elasticd_agent.system.network import kubernetes as kubernetes_api
-from elasticd_agent.system.network.kubernetes import TIMEOUT_S, request
+from elasticd_agent.system.network.kubernetes import TIMEOUT_S, http_request
 
 POLL_S = 2.0
 """A spot VM of GCP has 30 s from the notice."""
-TAINTS = (
+PREEMPTION_TAINTS = (
     *("*:NoExecute", "ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "node.kubernetes.io/out-of-service"),
     *("aws-node-termination-handler/spot-itn", "cloud.google.com/impending-node-termination"),
 )
 """Taints of a node that is about to go."""
-_ENDINGS = ("Preempt", "Terminate", "Redeploy")
+_AZURE_END_EVENTS = ("Preempt", "Terminate", "Redeploy")
 
-Notice = Callable[[str], str]
+NoticeQuery = Callable[[str], str]
 """Asks the service at a base URL. Returns the notice in words, "" for none. Raises OSError, ValueError."""
 
 
-def aws(base: str) -> str:
-    token = {"X-aws-ec2-metadata-token": request(f"{base}/latest/api/token", _TOKEN_AGE, "PUT").decode()}
-    if action := request(f"{base}/latest/meta-data/spot/instance-action", token):
+def aws_notice(base: str) -> str:
+    token = {"X-aws-ec2-metadata-token": http_request(f"{base}/latest/api/token", _AWS_TOKEN_LIFETIME, "PUT").decode()}
+    if action := http_request(f"{base}/latest/meta-data/spot/instance-action", token):
         told = json.loads(action)
         return f"AWS will {told['action']} this spot instance at {told['time']}"
-    if advice := request(f"{base}/latest/meta-data/events/recommendations/rebalance", token):
+    if advice := http_request(f"{base}/latest/meta-data/events/recommendations/rebalance", token):
         return f"AWS recommends to leave this spot instance (rebalance, {json.loads(advice)['noticeTime']})"
     return ""
 
 
-def gcp(base: str) -> str:
+def gcp_notice(base: str) -> str:
     headers = {"Metadata-Flavor": "Google"}
-    if request(f"{base}/computeMetadata/v1/instance/preempted", headers).strip() == b"TRUE":
+    if http_request(f"{base}/computeMetadata/v1/instance/preempted", headers).strip() == b"TRUE":
         return "GCP preempts this VM"
-    event = request(f"{base}/computeMetadata/v1/instance/maintenance-event", headers).decode().strip()
+    event = http_request(f"{base}/computeMetadata/v1/instance/maintenance-event", headers).decode().strip()
     return f"GCP: {event} of this VM's host" if event.startswith("TERMINATE") else ""
 
 
-def azure(base: str) -> str:
-    text = request(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+def azure_notice(base: str) -> str:
+    text = http_request(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
     for event in json.loads(text or b"{}").get("Events", []):
-        if event["EventType"] in _ENDINGS:
+        if event["EventType"] in _AZURE_END_EVENTS:
             return f"Azure: {event['EventType']} of this VM, not before {event.get('NotBefore') or 'now'}"
     return ""
 
 
-def kubernetes(base: str) -> str:
-    namespace = (kubernetes_api.SERVICE_ACCOUNT / "namespace").read_text(encoding="ascii").strip()
+def kubernetes_notice(base: str) -> str:
+    namespace = (kubernetes_api.SERVICE_ACCOUNT_DIR / "namespace").read_text(encoding="ascii").strip()
     pod = os.environ.get("POD_NAME") or os.uname().nodename
     told = kubernetes_api.get(base, f"/api/v1/namespaces/{namespace}/pods/{pod}")
     for condition in told.get("status", {}).get("conditions", []):
@@ -74,12 +74,17 @@ def kubernetes(base: str) -> str:
     name, node = told["spec"].get("nodeName", ""), {}
     with suppress(urllib.error.HTTPError):  # this account may not read nodes
         node = kubernetes_api.get(base, f"/api/v1/nodes/{name}")
-    taint = kubernetes_api.bad_taint(node, TAINTS)
+    taint = kubernetes_api.find_taint(node, PREEMPTION_TAINTS)
     return f"node {name} has the taint {taint}" if taint else ""
 
 
-SERVICES: Mapping[str, Notice] = {"aws": aws, "gcp": gcp, "azure": azure, "kubernetes": kubernetes}
-_TOKEN_AGE = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+NOTICE_QUERIES: Mapping[str, NoticeQuery] = {
+    "aws": aws_notice,
+    "gcp": gcp_notice,
+    "azure": azure_notice,
+    "kubernetes": kubernetes_notice,
+}
+_AWS_TOKEN_LIFETIME = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
 
 
 class PreemptionMonitor:
@@ -101,14 +106,14 @@ class PreemptionMonitor:
     def _run(self) -> None:
         while not self._stop.is_set():
             for name, base in self._services:
-                if notice := self._ask(name, base):
+                if notice := self._ask_service(name, base):
                     self._on_notice(notice)
                     return
             self._stop.wait(POLL_S)
 
-    def _ask(self, name: str, base: str) -> str:
+    def _ask_service(self, name: str, base: str) -> str:
         try:
-            return SERVICES[name](base)
+            return NOTICE_QUERIES[name](base)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if name not in self._reported:
                 self._reported.add(name)

@@ -28,7 +28,7 @@ _TIMEOUT_S, _BUFFER_BYTES = 0.2, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class TcpBytes:
+class TcpByteCounts:
     """The counters of one socket."""
 
     moved: int  #: sent and acknowledged, and received
@@ -36,9 +36,9 @@ class TcpBytes:
     peer_port: int = 0
 
 
-def tcp_bytes() -> dict[int, TcpBytes]:
+def tcp_bytes_by_inode() -> dict[int, TcpByteCounts]:
     """The counters of every TCP socket, by inode; {} where the kernel does not tell."""
-    by_inode: dict[int, TcpBytes] = {}
+    by_inode: dict[int, TcpByteCounts] = {}
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
             netlink.settimeout(_TIMEOUT_S)
@@ -63,7 +63,7 @@ def peer_uid(sock: socket.socket) -> int | None:
     """The user of the process at the other end of a TCP connection, if that is in this network namespace."""
     try:
         theirs, ours = (
-            (_unmapped(str(host)), int(port)) for host, port, *_ in (sock.getpeername(), sock.getsockname())
+            (_unmapped_ip(str(host)), int(port)) for host, port, *_ in (sock.getpeername(), sock.getsockname())
         )
         family = socket.AF_INET if theirs[0].version == 4 else socket.AF_INET6
         asked = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + struct.pack(
@@ -87,12 +87,12 @@ def shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _unmapped(host: str) -> IPv4Address | IPv6Address:
+def _unmapped_ip(host: str) -> IPv4Address | IPv6Address:
     address = ip_address(host.partition("%")[0])
     return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
 
 
-def _read_messages(data: bytes, by_inode: dict[int, TcpBytes]) -> bool:
+def _read_messages(data: bytes, by_inode: dict[int, TcpByteCounts]) -> bool:
     """False after the last one."""
     at = 0
     while at + _HEADER.size <= len(data):
@@ -107,7 +107,7 @@ def _read_messages(data: bytes, by_inode: dict[int, TcpBytes]) -> bool:
         queued = 0 if state == _LISTENS else unsent + max(0, unread - (state == _CLOSE_WAIT))
         for name, value in _attributes(body[_MESSAGE_BYTES:]):
             if name == _INFO and len(value) >= _COUNTERS_AT + _COUNTERS.size:
-                by_inode[inode] = TcpBytes(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), queued, peer_port)
+                by_inode[inode] = TcpByteCounts(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), queued, peer_port)
         at += _aligned(size)
     return True
 

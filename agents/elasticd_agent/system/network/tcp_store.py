@@ -33,10 +33,10 @@ def start(tcp_store: Callable[..., Any], host: str, listen_fd: int) -> Any:
     with socket.socket(fileno=os.dup(listen_fd)) as listener:
         port = listener.getsockname()[1]
     given = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen_fd}
-    return serving(tcp_store)(host, port, timeout=timedelta(seconds=60), **given)
+    return with_backend_fallback(tcp_store)(host, port, timeout=timedelta(seconds=60), **given)
 
 
-def serving(tcp_store: Callable[..., Any]) -> Callable[..., Any]:
+def with_backend_fallback(tcp_store: Callable[..., Any]) -> Callable[..., Any]:
     """`tcp_store` for a socket that listens already; torch 2.6 supports that only in its older backend."""
 
     def made(*place: Any, **how: Any) -> Any:

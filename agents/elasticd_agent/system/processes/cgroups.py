@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from elasticd_agent.system.processes import procfs
 
 ROOT = "/sys/fs/cgroup"
-_UNITS_S = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}
+_THROTTLED_UNITS_S = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}
 """The key of version 2, and that of version 1. Both add up the processors."""
 
 
@@ -29,11 +29,11 @@ def throttled_s(pids: Iterable[int], proc: str = "/proc", root: str = ROOT) -> f
     The sum, not the longest: a group that was throttled for long, and is not any more, would hide the others.
     """
     groups = {procfs.read(f"{proc}/{pid}/cgroup") for pid in pids}
-    directories = {path for text in groups for path in _directories(os.fsdecode(text), root)}
-    return sum(_throttled(procfs.read(f"{path}/cpu.stat")) for path in directories)
+    directories = {path for text in groups for path in _group_directories(os.fsdecode(text), root)}
+    return sum(_parse_throttled_s(procfs.read(f"{path}/cpu.stat")) for path in directories)
 
 
-def _directories(groups: str, root: str) -> Iterator[str]:
+def _group_directories(groups: str, root: str) -> Iterator[str]:
     """The groups in /proc/PID/cgroup: "0::/a/b" is version 2, "3:cpu,cpuacct:/a/b" the CPU controller of version 1."""
     for line in groups.splitlines():
         number, controllers, group = (*line.split(":", 2), "", "")[:3]
@@ -42,43 +42,49 @@ def _directories(groups: str, root: str) -> Iterator[str]:
             yield from (f"{root}/{controllers}/{above}" for above in (path, *path.parents))
 
 
-def _throttled(text: bytes) -> float:
+def _parse_throttled_s(text: bytes) -> float:
     pairs = (line.partition(b" ") for line in text.splitlines())
-    return sum(int(value) * _UNITS_S[name] for name, _, value in pairs if name in _UNITS_S and value.isdigit())
+    return sum(
+        int(value) * _THROTTLED_UNITS_S[name]
+        for name, _, value in pairs
+        if name in _THROTTLED_UNITS_S and value.isdigit()
+    )
 
 
 # ---- groups of jobs
 
 AGENT_GROUP = "agent"
-_PREFIX = "job."
-_FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.weight"}
+_JOB_GROUP_PREFIX = "job."
+_LIMIT_FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.weight"}
 """The file of each controller's limit."""
 
 
-class NoLimits(Exception):
+class LimitsUnavailable(Exception):
     """Why no group of a job can be limited here: the end of a sentence."""
 
 
-def make_group(name: str, limits: Mapping[str, int], proc: str = "/proc", root: str = ROOT) -> Path:
+def make_job_group(name: str, limits: Mapping[str, int], proc: str = "/proc", root: str = ROOT) -> Path:
     """A group with these limits, by controller: memory in bytes, pids, cpu as a weight from 1 to 10,000.
 
-    One of that name that exists gets the limits. Raises NoLimits.
+    One of that name that exists gets the limits. Raises LimitsUnavailable.
     """
-    parent = _parent(proc, root)
+    parent = _delegated_group(proc, root)
     try:
         missing = limits.keys() - (parent / "cgroup.controllers").read_text(errors="replace").split()
         if missing:
-            raise NoLimits(f"the kernel or the group {parent} does not offer the controller {', '.join(missing)}")
+            raise LimitsUnavailable(
+                f"the kernel or the group {parent} does not offer the controller {', '.join(missing)}"
+            )
         (parent / "cgroup.subtree_control").write_bytes(
             " ".join(f"+{controller}" for controller in sorted(limits)).encode()
         )
-        group = parent / f"{_PREFIX}{name}"
+        group = parent / f"{_JOB_GROUP_PREFIX}{name}"
         with contextlib.suppress(FileExistsError):
             group.mkdir(mode=0o755)
         for controller, limit in limits.items():
-            (group / _FILES[controller]).write_bytes(b"%d" % limit)
+            (group / _LIMIT_FILES[controller]).write_bytes(b"%d" % limit)
     except OSError as error:
-        raise NoLimits(f"{error.filename}: {error.strerror}") from None
+        raise LimitsUnavailable(f"{error.filename}: {error.strerror}") from None
     return group
 
 
@@ -87,19 +93,19 @@ def join_group(group: Path) -> None:
     (group / "cgroup.procs").write_bytes(b"%d" % os.getpid())
 
 
-def remove_empty_groups(proc: str = "/proc", root: str = ROOT) -> None:
+def remove_empty_job_groups(proc: str = "/proc", root: str = ROOT) -> None:
     """The groups of jobs of which no process is left; the kernel keeps the others."""
-    with contextlib.suppress(NoLimits, OSError):
-        for group in _parent(proc, root).glob(f"{_PREFIX}*"):
+    with contextlib.suppress(LimitsUnavailable, OSError):
+        for group in _delegated_group(proc, root).glob(f"{_JOB_GROUP_PREFIX}*"):
             with contextlib.suppress(OSError):
                 group.rmdir()
 
 
-def _parent(proc: str, root: str) -> Path:
+def _delegated_group(proc: str, root: str) -> Path:
     lines = os.fsdecode(procfs.read(f"{proc}/self/cgroup")).splitlines()
     own = next((PurePosixPath(line[3:]) for line in lines if line.startswith("0::")), None)
     if own is None or own.name != AGENT_GROUP:
-        raise NoLimits(
+        raise LimitsUnavailable(
             f"this agent was started in the control group {own or 'of version 1'}, not in one named {AGENT_GROUP!r} of "
             "a parent that was delegated to it (elasticd docs systemd)"
         )

@@ -88,7 +88,7 @@ class UsageReader:
         ours = {member for members in by_root.values() for member in members}
         self._unrelated = (self._unrelated & everyone) | (known.keys() - ours)
         self._count_threads(by_root)
-        all_sockets = sockets.tcp_bytes()
+        all_sockets = sockets.tcp_bytes_by_inode()
         usage = {}
         for pid, members in by_root.items():
             tcp = {inode: all_sockets[inode] for inode in procfs.sockets_of(members) if inode in all_sockets}
