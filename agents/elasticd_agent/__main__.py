@@ -9,23 +9,28 @@ import sys
 import threading
 from typing import NoReturn
 
-from elasticd_agent.system.processes.process import STOP_SIGNALS, STRAY_SIGNALS, ignore_signal, take_signals
+from elasticd_agent.system.processes.process import (
+    STOP_SIGNALS,
+    STRAY_SIGNALS,
+    handle_signals_unless_ignored,
+    ignore_signal,
+)
 
 
 def main() -> NoReturn:
     """Ends the process with the exit code; what the command raises passes through. Until the command has its own
     handlers Ctrl-C ends it without a traceback, and no stray signal does."""
-    take_signals(STRAY_SIGNALS, ignore_signal)
+    handle_signals_unless_ignored(STRAY_SIGNALS, ignore_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.getpid() == 1:  # in a container: the kernel drops a signal to it that has no handler
-        take_signals(STOP_SIGNALS, lambda number, frame: os._exit(128 + number))
+        handle_signals_unless_ignored(STOP_SIGNALS, lambda number, frame: os._exit(128 + number))
     from elasticd_agent.cli.main import main as command
 
-    end_process(command())
+    exit_without_finalization(command())
 
 
-def end_process(exit_code: int) -> NoReturn:
+def exit_without_finalization(exit_code: int) -> NoReturn:
     """End without the interpreter's finalization, which frees what daemon threads still use: a job that has succeeded
     must not end by SIGSEGV because a thread was waiting in a library at that moment.
 

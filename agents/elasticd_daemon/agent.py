@@ -45,7 +45,7 @@ from elasticd_agent.system import installation
 from elasticd_agent.system.network.addresses import format_endpoint, local_address
 from elasticd_agent.system.network.http_auth import TokenAuth
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.system.processes.process import STRAY_SIGNALS, signal_name, take_signals
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, handle_signals_unless_ignored, signal_name
 from elasticd_agent.telemetry.console import PlainConsole
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
 from elasticd_daemon import state_dir
@@ -352,7 +352,7 @@ def signals_to_inbox(inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
             drained_at = now
         inbox.put(request)
 
-    stray = take_signals(set(STRAY_SIGNALS) - _SIGNAL_REQUESTS.keys(), handle)
+    stray = handle_signals_unless_ignored(set(STRAY_SIGNALS) - _SIGNAL_REQUESTS.keys(), handle)
     before = {**stray, **{signum: signal.signal(signum, handle) for signum in _SIGNAL_REQUESTS}}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNAL_REQUESTS)
     try:

@@ -194,7 +194,7 @@ class Job:
 
         def look() -> int:
             found = [stat for pid in descendants(self.pid) if (stat := procfs.stat(pid)) and stat.comm == comm]
-            return min(found, key=lambda stat: stat.started).pid if found else 0
+            return min(found, key=lambda stat: stat.start_ticks).pid if found else 0
 
         return until(look, f"a process called {comm}")
 

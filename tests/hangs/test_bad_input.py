@@ -13,7 +13,7 @@ from elasticd_agent.hangs.observer import GroupObserver
 from elasticd_agent.hangs.verdict import Hang, judge, reason_to_suspect
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail, HangReport, RankReport
-from elasticd_agent.system.processes.process_usage import Usage
+from elasticd_agent.system.processes.process_usage import TreeUsage
 
 NEVER_S = 1799.0
 """Until the slow ceiling."""
@@ -90,7 +90,7 @@ def test_clock_of_a_worker_that_jumps(jump_s: float, tmp_path: Path, monkeypatch
     beat.create(tmp_path / "beat")
     writer = beat.HeartbeatWriter(tmp_path / "beat")
     observer = GroupObserver(
-        1, [(0, 0)], [tmp_path / "beat"], [], lambda pid: "S", lambda pids, port: {7: Usage(0.0, 0)}
+        1, [(0, 0)], [tmp_path / "beat"], [], lambda pid: "S", lambda pids, port: {7: TreeUsage(0.0, 0)}
     )
     observer.set_processes([7], 0)
     for look in range(40):

@@ -15,7 +15,7 @@ import pytest
 from elasticd.heartbeat import record as beat
 from elasticd.heartbeat.record import HeartbeatWriter
 from elasticd_agent.hangs.observer import MAX_LOOK_GAP_S, GroupObserver
-from elasticd_agent.system.processes.process_usage import Usage
+from elasticd_agent.system.processes.process_usage import TreeUsage
 from tests.faults.job import until
 
 
@@ -110,9 +110,9 @@ def test_little_that_shows_a_wait_for_others(
 ) -> None:
     """A pool of threads asks a server, a child follows the other: the rank is not idle."""
     writer.step(1)
-    watch.usage = lambda known, port: dict.fromkeys(known, Usage(0.0, 0, pids=frozenset({1})))
+    watch.usage = lambda known, port: dict.fromkeys(known, TreeUsage(0.0, 0, pids=frozenset({1})))
     assert [watch.observe(100.0 + at).ranks[0] for at in range(10)][-1].quiet_s > 5
-    after = Usage(0.0, 0, moved=moved, pids=frozenset({1, *pids}))
+    after = TreeUsage(0.0, 0, tcp_moved_bytes=moved, pids=frozenset({1, *pids}))
     watch.usage = lambda known, port: dict.fromkeys(known, after)
     seen = [watch.observe(110.0 + at).ranks[0] for at in range(10)]
     assert (min(one.quiet_s for one in seen) < 1) == busy
@@ -124,13 +124,13 @@ def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter
     """A flight recorder is written in the middle of two samples; the answer comes when it is all there."""
     written = [0, 100, 500_000, 900_000, 900_100, 905_000, 906_000]
     answered = [0, 0, 0, 1, 1, 1, 1]
-    watch.usage = lambda pids, port: dict.fromkeys(pids, Usage(0.0, written[0]))
+    watch.usage = lambda pids, port: dict.fromkeys(pids, TreeUsage(0.0, written[0]))
     watch.set_processes([42], 0)
     watch.state = lambda pid: "S"
     watch.observe(100.0)
     found = []
     for number, answer in enumerate(answered):
-        watch.usage = lambda pids, port, number=number: dict.fromkeys(pids, Usage(0.0, written[number]))
+        watch.usage = lambda pids, port, number=number: dict.fromkeys(pids, TreeUsage(0.0, written[number]))
         writer.dump_done = answer
         found.append(watch.observe(101.0 + number / 2).ranks[0].io_bytes)
     assert found == [0, 100, 500_000, 100, 200, 5100, 6100]
@@ -142,7 +142,7 @@ def test_time_under_a_quota_is_work(watch: GroupObserver, throttled_s: float, bu
     watch.state = lambda pid: "S"
     for look in range(8):
         watch.usage = lambda pids, port, look=look: dict.fromkeys(
-            pids, Usage(0.001 * look, 0, throttled_s=throttled_s * look)
+            pids, TreeUsage(0.001 * look, 0, throttled_s=throttled_s * look)
         )
         (rank,) = watch.observe(100.0 + look / 2).ranks
     assert rank.window_s > 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.system.processes import process_usage, procfs
-from elasticd_agent.system.processes.process_usage import Usage, UsageReader
+from elasticd_agent.system.processes.process_usage import TreeUsage, UsageReader
 from elasticd_agent.system.processes.procfs import Stat
 
 Until = Callable[[Callable[[], object], float], object]
@@ -77,7 +77,7 @@ def test_stat_line_with_any_name() -> None:
     stat = procfs.parse_stat(f"42 (a ) S (b) R 1 2 3 {numbers}\n".encode())
     assert (stat.pid, stat.comm, stat.state, stat.parent, stat.session) == (42, "a ) S (b", "R", 1, 3)
     assert stat.cpu_s == pytest.approx((11 + 12 + 13 + 14) * procfs.TICK_S)
-    assert (stat.threads, stat.started) == (17, 19)
+    assert (stat.threads, stat.start_ticks) == (17, 19)
 
 
 @pytest.mark.parametrize("line", [b"", b"42", b"42 (python", b"42 (python) R 1", b"(python) 42"])
@@ -88,8 +88,8 @@ def test_invalid_stat_lines(line: bytes) -> None:
 
 def test_bytes_are_those_of_system_calls_and_of_disks() -> None:
     text = b"rchar: 1\nwchar: 20\nsyscr: 7\nsyscw: 7\nread_bytes: 300\nwrite_bytes: 4000\ncancelled_write_bytes: 7\n"
-    assert process_usage.parse_io(text) == 4321
-    assert process_usage.parse_io(b"") == 0
+    assert process_usage.parse_io_bytes(text) == 4321
+    assert process_usage.parse_io_bytes(b"") == 0
 
 
 def test_tree_has_descendants_and_session() -> None:
@@ -116,17 +116,17 @@ def test_states(until: Until) -> None:
         until(lambda: procfs.state(process.pid) == "S", 20)
         process.kill()
         until(lambda: procfs.state(process.pid) == "Z", 20)
-        assert procfs.condition(process.pid) == "X", "it only has to be reaped"
+        assert procfs.state_or_exiting(process.pid) == "X", "it only has to be reaped"
         process.wait()
-        assert procfs.state(process.pid) == procfs.condition(process.pid) == ""
+        assert procfs.state(process.pid) == procfs.state_or_exiting(process.pid) == ""
 
 
 def test_zombie_with_a_live_thread(until: Until) -> None:
     with running(WITHOUT_ITS_MAIN_THREAD) as process:
         until(lambda: procfs.state(process.pid) == "Z", 20)
-        assert procfs.condition(process.pid) == "Z"
+        assert procfs.state_or_exiting(process.pid) == "Z"
         process.kill()
-        until(lambda: procfs.condition(process.pid) == "X", 20)
+        until(lambda: procfs.state_or_exiting(process.pid) == "X", 20)
 
 
 def test_a_childs_work_counts_even_if_its_parent_has_ended(until: Until, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_usage_reader_finds_new_processes(until: Until, tmp_path: Path) -> None:
 
 def test_ended_processes_are_left_out() -> None:
     with running(IDLE) as process:
-        assert isinstance(UsageReader().read([process.pid])[process.pid], Usage)
+        assert isinstance(UsageReader().read([process.pid])[process.pid], TreeUsage)
     assert UsageReader().read([process.pid]) == {}
 
 
@@ -238,8 +238,8 @@ def test_bytes_of_connections_that_are_closed_count(until: Until) -> None:
             asks.stdin.write("\n")
             asks.stdin.flush()
             port = int(asks.stdout.readline())
-            seen.append(reader.read([asks.pid])[asks.pid].moved)
-            told = own.read([asks.pid], port)[asks.pid].moved
+            seen.append(reader.read([asks.pid])[asks.pid].tcp_moved_bytes)
+            told = own.read([asks.pid], port)[asks.pid].tcp_moved_bytes
             asks.stdin.write("\n")
             asks.stdin.flush()
         asks.stdin.close()
@@ -283,7 +283,7 @@ def test_process_whose_core_is_written_is_ending(tmp_path: Path) -> None:
     for _ in range(10):  # whoever gets no processor meanwhile misses the moment
         with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path) as process:
             while process.poll() is None:
-                seen |= {procfs.state(process.pid)} if procfs.condition(process.pid) == "X" else set()
+                seen |= {procfs.state(process.pid)} if procfs.state_or_exiting(process.pid) == "X" else set()
         for path in tmp_path.iterdir():
             path.unlink()
         assert process.returncode == -signal.SIGABRT

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from elasticd_agent.system.network.sockets import tcp_bytes_by_inode
-from elasticd_agent.system.processes.procfs import sockets_of
+from elasticd_agent.system.processes.procfs import socket_inodes
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -18,7 +18,7 @@ def test_sent_and_received_bytes(address: str, until: Callable[[Callable[[], obj
     server = socket.create_server((address, 0), family=family)
     with server, socket.create_connection(server.getsockname()[:2]) as client, server.accept()[0] as peer:
         ends = [os.fstat(end.fileno()).st_ino for end in (client, peer)]
-        assert set(ends) <= sockets_of([os.getpid()])
+        assert set(ends) <= socket_inodes([os.getpid()])
         listening = os.fstat(server.fileno()).st_ino
         assert tcp_bytes_by_inode()[listening].queued == 0
         client.sendall(b"x" * 50_000)
@@ -56,4 +56,4 @@ def test_bytes_that_are_not_read_are_queued(until: Callable[[Callable[[], object
 
 
 def test_ended_process_has_no_sockets() -> None:
-    assert sockets_of([2**22 + 1]) == set()
+    assert socket_inodes([2**22 + 1]) == set()

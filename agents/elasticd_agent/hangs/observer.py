@@ -26,7 +26,7 @@ from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
 from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, BUSY_CORES
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system.processes import procfs
-from elasticd_agent.system.processes.process_usage import Usage, UsageReader
+from elasticd_agent.system.processes.process_usage import TreeUsage, UsageReader
 
 LATE_KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_dropped", "message")
 """The events that the writer may report of a save after its group has ended."""
@@ -133,9 +133,9 @@ class _Ages:
         elif self.device_s >= 0:
             self.device_s += passed_s
 
-    def on_usage(self, cores: float, bytes_per_s: float, before: Usage, after: Usage) -> None:
+    def on_usage(self, cores: float, bytes_per_s: float, before: TreeUsage, after: TreeUsage) -> None:
         """Take the usage between two samples. A wait for a server, or for one process after the other, moves little."""
-        moves = after.moved - before.moved > KEEPALIVE_BYTES
+        moves = after.tcp_moved_bytes - before.tcp_moved_bytes > KEEPALIVE_BYTES
         if moves:
             self.sockets_s = 0.0
         elif self.sockets_s < 0:
@@ -182,8 +182,8 @@ class GroupObserver:
     rank_slots: Sequence[tuple[int, int]]
     heartbeat_files: Sequence[Path]
     worker_event_files: Sequence[Path]
-    state: Callable[[int], str] = procfs.condition
-    usage: Callable[[Sequence[int], int], Mapping[int, Usage]] = field(default_factory=lambda: UsageReader().read)
+    state: Callable[[int], str] = procfs.state_or_exiting
+    usage: Callable[[Sequence[int], int], Mapping[int, TreeUsage]] = field(default_factory=lambda: UsageReader().read)
     earlier: Sequence[WorkerEventReader] = ()  #: the readers of the group before: its last save may still be written
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0
@@ -196,7 +196,7 @@ class GroupObserver:
     _store: _Ages = field(default_factory=_Ages)
     _last_look: float | None = None
     _observed_s: float = 0.0
-    _usage_samples: deque[tuple[float, Mapping[int, Usage]]] = field(default_factory=deque)
+    _usage_samples: deque[tuple[float, Mapping[int, TreeUsage]]] = field(default_factory=deque)
     _exited: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -323,8 +323,8 @@ class GroupObserver:
         if pid not in before or pid not in after:
             return report
         cpu_s, io_bytes = _used(before[pid], after[pid], ended - began)
-        state = "t" if after[pid].traced and state in ("R", "S", "D") else state
-        queued = after[pid].queued
+        state = "t" if after[pid].is_traced and state in ("R", "S", "D") else state
+        queued = after[pid].tcp_queued_bytes
         unsent = -1 if queued is None else queued
         return replace(report, state=state, cpu_s=cpu_s, io_bytes=io_bytes, window_s=ended - began, unsent=unsent)
 
@@ -333,7 +333,7 @@ class GroupObserver:
             reader.close()
 
 
-def _used(before: Usage, after: Usage, passed_s: float) -> tuple[float, int]:
+def _used(before: TreeUsage, after: TreeUsage, passed_s: float) -> tuple[float, int]:
     """The processor time between two samples, and the bytes.
 
     What waits for a processor for most of the time is as good as running: a quota or a busy machine makes it slow. An
@@ -348,7 +348,7 @@ def _used(before: Usage, after: Usage, passed_s: float) -> tuple[float, int]:
     if before.wait_s is not None and after.wait_s is not None:
         ready_s = cpu_s + after.wait_s - before.wait_s
         cpu_s = ready_s if ready_s > STARVED_SHARE * passed_s else cpu_s
-    elif before.running and after.running:
+    elif before.is_runnable and after.is_runnable:
         cpu_s = max(cpu_s, passed_s)
     return cpu_s, max(0, after.io_bytes - before.io_bytes)
 

@@ -54,7 +54,7 @@ from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
 from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.gpus.devices import visible_gpus
-from elasticd_agent.system.processes.process import STRAY_SIGNALS, signal_name, take_signals
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, handle_signals_unless_ignored, signal_name
 from elasticd_agent.workers.environment import ras_port
 from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
 from elasticd_agent.workers.gpu_memory import GpuGate, open_gpu_memory
@@ -361,7 +361,9 @@ def handled_signals(
         inbox.put(StraySignal(signal_name(signum)))
 
     stops = [signal.Signals[name] for name in names]
-    before = take_signals(stops, handle) | take_signals(set(STRAY_SIGNALS).difference(stops), mention)
+    before = handle_signals_unless_ignored(stops, handle) | handle_signals_unless_ignored(
+        set(STRAY_SIGNALS).difference(stops), mention
+    )
     try:
         yield received
     finally:

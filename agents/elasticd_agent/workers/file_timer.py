@@ -116,7 +116,7 @@ class FileTimerServer:
         process = procfs.stat(pid) if expires >= 0 and pid > 1 else None  # a negative time has just released it
         if process is not None and math.isfinite(expires):
             at = time.monotonic() + expires - time.time()
-            self._timers[pid, scope] = _Timer(at, signum if 0 < signum <= _MAX_SIGNAL else 0, process.started)
+            self._timers[pid, scope] = _Timer(at, signum if 0 < signum <= _MAX_SIGNAL else 0, process.start_ticks)
 
     def _expire(self, now: float) -> None:
         """Report one expired timer of each process, the first with a signal, and forget its others, as torch does."""
@@ -124,7 +124,7 @@ class FileTimerServer:
         by_pid: dict[int, FileTimerExpired | None] = {}
         for timer, pid, scope in sorted(expired, key=lambda item: (item[0].signum == 0, item[0].expires_at)):
             process = procfs.stat(pid)
-            same = process is not None and process.started == timer.started
+            same = process is not None and process.start_ticks == timer.started
             by_pid.setdefault(pid, FileTimerExpired(pid, scope, timer.signum, now - timer.expires_at) if same else None)
         self._timers = {key: timer for key, timer in self._timers.items() if key[0] not in by_pid}
         for report in filter(None, by_pid.values()):

@@ -33,11 +33,11 @@ from elasticd_agent.system.processes.process import (
     PR_SET_PDEATHSIG,
     STRAY_SIGNALS,
     children,
-    describe_status,
+    describe_wait_status,
+    handle_signals_unless_ignored,
     ignore_signal,
     prctl,
     reap_children,
-    take_signals,
 )
 from elasticd_agent.system.processes.procfs import read, stat
 from elasticd_daemon.health import directories, network_ports
@@ -81,7 +81,7 @@ class CheckRunner:
         self._stop_fd = stop_fd
         self._children: dict[int, RunningCheck] = {}
         self._stopped = False
-        take_signals(STRAY_SIGNALS, ignore_signal)
+        handle_signals_unless_ignored(STRAY_SIGNALS, ignore_signal)
 
     def run(self, request: Message) -> None:
         """Run all checks of the request, and leave no process behind but those that survive SIGKILL."""
@@ -118,7 +118,7 @@ class CheckRunner:
             try:
                 result, child.ports = network_ports.judge_ports(asked["before"], json.loads(child.output))
             except (ValueError, TypeError):
-                return skipped(child.check, first_line(child.output) or describe_status(status))
+                return skipped(child.check, first_line(child.output) or describe_wait_status(status))
             return result
 
         return lambda: self._start(asked["check"], request["directory_s"], ask, judge)
@@ -184,7 +184,7 @@ class CheckRunner:
         where = read(f"/proc/{child.pid}/wchan").decode("ascii", "replace")
         why = f"{child.killed}; process {child.pid} survives SIGKILL (state {state}{' in ' * bool(where)}{where})"
         self._report(child, failed(child.check, why))
-        started = process.started if process is not None else 0
+        started = process.start_ticks if process is not None else 0
         self._send({"stuck": {"check": child.check, "pid": child.pid, "started": started}})
 
     def _kill(self, child: RunningCheck, why: str) -> None:
@@ -236,7 +236,7 @@ def _directory_result(child: RunningCheck, status: int) -> CheckResult:
         return CheckResult(**json.loads(child.output))
     except (ValueError, TypeError):
         return skipped(
-            child.check, f"it could not be checked: {first_line(child.output) or f'it {describe_status(status)}'}"
+            child.check, f"it could not be checked: {first_line(child.output) or f'it {describe_wait_status(status)}'}"
         )
 
 
@@ -245,7 +245,7 @@ def _plugin_result(child: RunningCheck, status: int) -> CheckResult:
     if child.killed:
         return failed(child.check, child.killed)
     if os.WIFSIGNALED(status):
-        return failed(child.check, f"it {describe_status(status)}{': ' * bool(reason)}{reason}")
+        return failed(child.check, f"it {describe_wait_status(status)}{': ' * bool(reason)}{reason}")
     code = os.WEXITSTATUS(status)
     if code == CANNOT_RUN and "cannot be executed" in reason:
         return skipped(child.check, reason)

@@ -214,7 +214,7 @@ class NodeChecks:
     def _hang_reason(self, check: str) -> str:
         pid, started, why = self._stuck.get(check, (0, 0, ""))
         process = procfs.stat(pid) if pid else None
-        if process is None or process.started != started or process.state == "Z":
+        if process is None or process.start_ticks != started or process.state == "Z":
             self._stuck.pop(check, None)
             return ""
         return f"{why}; it still hangs"

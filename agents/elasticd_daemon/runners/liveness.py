@@ -39,7 +39,7 @@ class ProcessIdentity:
     def of(cls, pid: int) -> ProcessIdentity | None:
         """The process with this pid; None if there is none, or a zombie."""
         stat = procfs.stat(pid)
-        return None if stat is None or stat.state in ("Z", "X") else cls(pid, stat.started, boot_id())
+        return None if stat is None or stat.state in ("Z", "X") else cls(pid, stat.start_ticks, boot_id())
 
     @property
     def alive(self) -> bool:

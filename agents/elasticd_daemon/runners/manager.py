@@ -129,7 +129,7 @@ class ManagedRunner:
             self.child.wait()
         elif self.keeper is not None:
             stat = procfs.stat(self.keeper.pid)
-            if stat is not None and stat.started == self.keeper.start_ticks:
+            if stat is not None and stat.start_ticks == self.keeper.start_ticks:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self.keeper.pid, 0)
 

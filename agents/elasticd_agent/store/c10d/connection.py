@@ -519,7 +519,7 @@ class C10dConnection:
         server = None if hosted is None else hosted.fileno()  # readable: it has ended
         while True:
             try:
-                message: messages.Message = json.loads(lines.next(math.inf if ready else deadline, server))
+                message: messages.Message = json.loads(lines.next_line(math.inf if ready else deadline, server))
             except HelperError:
                 break
             match message:

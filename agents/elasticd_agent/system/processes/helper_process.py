@@ -25,7 +25,7 @@ from typing import Any
 from elasticd.channel import Message
 
 CLOSE_S = 2.0
-_CHUNK = 1 << 16
+_CHUNK_BYTES = 1 << 16
 
 
 class HelperError(Exception):
@@ -51,12 +51,12 @@ class LineReader:
         self._fd = fd
         self._unread = b""
 
-    def next(self, deadline: float, cancel: int | None = None) -> bytes:
+    def next_line(self, deadline: float, cancel: int | None = None) -> bytes:
         """Raises HelperExited at the end, HelperTimeout, or HelperCancelled once `cancel` is readable."""
         while b"\n" not in self._unread:
-            _wait(self._fd, select.POLLIN, deadline, cancel)
+            _wait_for_fd(self._fd, select.POLLIN, deadline, cancel)
             try:
-                data = os.read(self._fd, _CHUNK)
+                data = os.read(self._fd, _CHUNK_BYTES)
             except ConnectionError:
                 data = b""
             if not data:
@@ -90,7 +90,7 @@ class HelperProcess:
                 start_new_session=True,
             )
         except OSError:
-            self._close_errors()
+            self._close_stderr_copy()
             raise
         assert self._process.stdin is not None and self._process.stdout is not None
         self.pid = self._process.pid
@@ -109,16 +109,16 @@ class HelperProcess:
             try:
                 left = left[os.write(self._input.fileno(), left) :]
             except BlockingIOError:
-                _wait(self._input.fileno(), select.POLLOUT, deadline, None)
+                _wait_for_fd(self._input.fileno(), select.POLLOUT, deadline, None)
             except OSError:
-                raise HelperExited(self._exit_reason()) from None
+                raise HelperExited(self._end_and_explain()) from None
 
     def receive(self, deadline: float, cancel: int | None = None) -> Message:
         """The next line. Raises HelperError, as HelperCancelled as soon as the descriptor `cancel` is readable."""
         try:
-            line = self._lines.next(deadline, cancel)
+            line = self._lines.next_line(deadline, cancel)
         except HelperExited:
-            raise HelperExited(self._exit_reason()) from None
+            raise HelperExited(self._end_and_explain()) from None
         try:
             return dict(json.loads(line))
         except (ValueError, TypeError):
@@ -144,22 +144,24 @@ class HelperProcess:
             with suppress(OSError):
                 stream.close()
         gone = end_process(self._process, grace_s, within_s)
-        self._close_errors()
+        self._close_stderr_copy()
         return "" if gone else f"process {self.pid} survives SIGKILL"
 
-    def _exit_reason(self) -> str:
+    def _end_and_explain(self) -> str:
         end_process(self._process, within_s=CLOSE_S)
-        lines = os.pread(self._errors, _CHUNK, 0).decode("utf-8", "replace").split("\n") if self._errors >= 0 else []
+        lines = (
+            os.pread(self._errors, _CHUNK_BYTES, 0).decode("utf-8", "replace").split("\n") if self._errors >= 0 else []
+        )
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return last or f"exit status {self._process.returncode}"
 
-    def _close_errors(self) -> None:
+    def _close_stderr_copy(self) -> None:
         if self._errors >= 0:
             os.close(self._errors)
             self._errors = -1
 
 
-def _wait(fd: int, events: int, deadline: float, cancel: int | None) -> None:
+def _wait_for_fd(fd: int, events: int, deadline: float, cancel: int | None) -> None:
     poll = select.poll()  # which takes no descriptor, and any number of them
     poll.register(fd, events)
     if cancel is not None:

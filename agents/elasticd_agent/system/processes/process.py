@@ -23,8 +23,16 @@ from types import FrameType
 from typing import Any, TypedDict
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 4, 15, 36
-_ERRORS = {signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGSYS}
-_NO_END = {
+_CRASH_SIGNALS = {
+    signal.SIGILL,
+    signal.SIGTRAP,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+}
+_NONFATAL_SIGNALS = {
     signal.SIGCHLD,
     signal.SIGCONT,
     signal.SIGSTOP,
@@ -35,7 +43,9 @@ _NO_END = {
 }
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 STRAY_SIGNALS = tuple(
-    sorted(signal.valid_signals() - _ERRORS - _NO_END - {*STOP_SIGNALS, signal.SIGKILL, signal.SIGWINCH})
+    sorted(
+        signal.valid_signals() - _CRASH_SIGNALS - _NONFATAL_SIGNALS - {*STOP_SIGNALS, signal.SIGKILL, signal.SIGWINCH}
+    )
 )
 """All others that end a process by default. Schedulers, limits, timers and people send them; none asks for an end."""
 IGNORED_SIGNALS = (*STOP_SIGNALS, *STRAY_SIGNALS)
@@ -43,7 +53,9 @@ IGNORED_SIGNALS = (*STOP_SIGNALS, *STRAY_SIGNALS)
 of a job."""
 
 
-def take_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+def handle_signals_unless_ignored(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
+) -> dict[int, Any]:
     """Handle these signals, except those ignored on purpose, as by nohup, and those that a library in C handles, as a
     profiler does. Returns the handlers before. Other programs inherit SIG_IGN, but no handler.
     """
@@ -91,7 +103,7 @@ def spawn(
             elif signal.getsignal(signum) is not signal.SIG_IGN or signum in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        redirect(stdout, stderr)
+        redirect_output(stdout, stderr)
         prepare()
         os.chdir(cwd)
         os.execvpe(argv[0], argv, env)
@@ -102,7 +114,7 @@ def spawn(
         os._exit(127)
 
 
-def redirect(stdout: str | None, stderr: str | None) -> None:
+def redirect_output(stdout: str | None, stderr: str | None) -> None:
     """Append this process' output to files with mode 0600; None keeps a stream as inherited."""
     for path, fd in ((stdout, 1), (stderr, 2)):
         if path is not None:
@@ -111,11 +123,11 @@ def redirect(stdout: str | None, stderr: str | None) -> None:
             os.close(opened)
 
 
-SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
+SHELL_NAMES = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
 LEFTOVER_GRACE_S = 5.0
 """The time that processes which a script left running have to end after SIGTERM, and cleaners after their parents'
 death: torch's waits for 2 s whether another process needs it."""
-CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+SHARED_MEMORY_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """They free the shared memory of their parents within milliseconds of their death, and then end; if they were killed
 together with them, it would stay."""
 
@@ -183,7 +195,9 @@ def kernel_state(pid: int) -> KernelState:
 
 def may_be_cleaner(pid: int) -> bool:
     """True also in state D, as a cleaner that reads its own code from disk is: its memory is not read then."""
-    return kernel_state(pid)["state"] == "D" or any(name in _read_proc(pid, "cmdline") for name in CLEANERS)
+    return kernel_state(pid)["state"] == "D" or any(
+        name in _read_proc(pid, "cmdline") for name in SHARED_MEMORY_CLEANERS
+    )
 
 
 def _read_proc(pid: int, name: str) -> str:
@@ -201,7 +215,7 @@ def signal_child(pid: int, signum: int) -> None:
     children when it has ended, and are signalled then. A shell that catches the signal, or ignores it, first waits for
     the program that it runs, which therefore gets the signal as well.
     """
-    if signum != signal.SIGKILL and is_shell(pid) and not _ends_by(pid, signum):
+    if signum != signal.SIGKILL and is_shell(pid) and not _has_default_action(pid, signum):
         for program in children(pid):
             signal_child(program, signum)
     try:
@@ -220,18 +234,18 @@ def session_of(pid: int) -> int:
 
 def is_shell(pid: int) -> bool:
     try:
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) in SHELLS
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) in SHELL_NAMES
     except OSError:
         return False
 
 
-def _ends_by(pid: int, signum: int) -> bool:
+def _has_default_action(pid: int, signum: int) -> bool:
     """True if the signal has its default action there."""
     fields = dict(line.split(":\t", 1) for line in _read_proc(pid, "status").splitlines() if ":\t" in line)
     return not any(int(fields.get(name, "0"), 16) >> signum - 1 & 1 for name in ("SigIgn", "SigCgt"))
 
 
-def describe_status(status: int) -> str:
+def describe_wait_status(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"was killed by {signal_name(os.WTERMSIG(status))}"
     return f"exited with code {os.WEXITSTATUS(status)}"

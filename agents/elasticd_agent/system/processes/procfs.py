@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_READ_LIMIT = 4096
+_MAX_READ_BYTES = 4096
 """A stat line is below 400 bytes, an io file below 200."""
 _FLAGS, _PF_EXITING = 6, 0x4
 """The flags' index behind the name in a stat line, and the flag of a thread that exits (linux/sched.h)."""
@@ -21,7 +21,7 @@ _FLAGS, _PF_EXITING = 6, 0x4
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One process. `cpu_s` includes reaped children; `started` is in ticks since boot."""
+    """One process. `cpu_s` includes reaped children; `start_ticks` count from boot."""
 
     pid: int
     comm: str
@@ -30,7 +30,7 @@ class Stat:
     session: int
     cpu_s: float
     threads: int
-    started: int
+    start_ticks: int
 
 
 def parse_stat(line: bytes) -> Stat:
@@ -52,7 +52,7 @@ def state(pid: int) -> str:
     return process.state if process is not None else ""
 
 
-def condition(pid: int) -> str:
+def state_or_exiting(pid: int) -> str:
     """The state letter, but "X" for a process that is ending: its main thread becomes a zombie first, while another one
     may free a driver's memory for seconds. The kernel may write its core for longer, with all threads stopped."""
     letter = state(pid)
@@ -91,7 +91,7 @@ def fd_targets(pid: int, most: int | None = None) -> dict[str, str]:
     return targets
 
 
-def sockets_of(pids: Iterable[int]) -> set[int]:
+def socket_inodes(pids: Iterable[int]) -> set[int]:
     """The inodes of all sockets that these processes have open."""
     targets = (target for pid in pids for target in fd_targets(pid).values())
     return {int(target[8:-1]) for target in targets if target.startswith("socket:[")}
@@ -146,7 +146,7 @@ def trees(roots: Iterable[int], processes: Iterable[Stat]) -> dict[int, tuple[in
     return by_root
 
 
-def read(path: str, most: int = _READ_LIMIT) -> bytes:
+def read(path: str, most: int = _MAX_READ_BYTES) -> bytes:
     """The file's first `most` bytes; b"" if it does not exist, is not readable, or its process has just ended."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

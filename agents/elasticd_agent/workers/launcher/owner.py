@@ -73,8 +73,9 @@ from elasticd_agent.system.processes.process import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_NAME,
     children,
-    describe_status,
+    describe_wait_status,
     end_children,
+    handle_signals_unless_ignored,
     ignore_signal,
     is_shell,
     may_be_cleaner,
@@ -82,7 +83,6 @@ from elasticd_agent.system.processes.process import (
     session_of,
     signal_child,
     spawn,
-    take_signals,
 )
 from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.cpu_binding import bind_to_cpus
@@ -600,7 +600,7 @@ class Owner:
                 self.writer_ended(self.writer, status)
             elif dead == self.template_pid:
                 self.template_pid = 0
-                why = describe_status(status)
+                why = describe_wait_status(status)
                 self.report(messages.TemplateEnded(why))
                 self.template_lost(why)
             else:
@@ -615,7 +615,7 @@ class Owner:
         group.last_exit_at = at
         if not group.running:
             self.drop(group)
-            self.report(messages.Refused(f"a parked process {describe_status(status)}", group.name))
+            self.report(messages.Refused(f"a parked process {describe_wait_status(status)}", group.name))
             return
         if group.ended:  # this was the store that it kept
             self.drop(group)
@@ -720,7 +720,7 @@ def main() -> None:
     fd, runtime_dir = int(sys.argv[1]), sys.argv[2]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_NAME, b"elasticd-owner")
-    take_signals(IGNORED_SIGNALS, ignore_signal)  # only the agent's end of file ends this process
+    handle_signals_unless_ignored(IGNORED_SIGNALS, ignore_signal)  # only the agent's end of file ends this process
     agent = socket.socket(fileno=fd)
     channel.allow_large_messages(agent)
     for ours in (fd, *map(int, sys.argv[4:])):

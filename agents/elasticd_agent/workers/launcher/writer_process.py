@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 
 from elasticd import channel
-from elasticd_agent.system.processes.process import IGNORED_SIGNALS, describe_status, signal_child, spawn
+from elasticd_agent.system.processes.process import IGNORED_SIGNALS, describe_wait_status, signal_child, spawn
 
 SOCKET = "writer"
 """The socket's name in the runtime directory."""
@@ -124,7 +124,7 @@ class WriterProcess:
         if self._short_lives < _MAX_SHORT_LIVES:
             return ""
         self.close()
-        return f"their writer {describe_status(status)}, {_MAX_SHORT_LIVES} times in a row"
+        return f"their writer {describe_wait_status(status)}, {_MAX_SHORT_LIVES} times in a row"
 
     def close(self) -> None:
         """States are held no longer, and ranks find no writer. The memory is free when no rank reads it any more."""
