@@ -32,7 +32,7 @@ def page() -> str:
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command; for its description only, not for parsing."""
 
-    run = CommandParser("run", COMMANDS["run"].line, "Exit codes: 0 succeeded, 1 the job failed, 2 usage, 75 requeue.")
+    run = CommandParser("run", COMMANDS["run"].help, "Exit codes: 0 succeeded, 1 the job failed, 2 usage, 75 requeue.")
     for flag in (*ELASTICD_FLAGS, *TORCHRUN_FLAGS):
         if flag.treatment is Treatment.HONORED:
             word = flag.usage.rpartition(" ")[2]
@@ -54,7 +54,7 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
     arguments = " ".join(_names(one) for one in parser._actions if not one.option_strings)
-    text = [f".SS elasticd {name} {_escaped(arguments)}".rstrip(), _escaped(parser.description or COMMANDS[name].line)]
+    text = [f".SS elasticd {name} {_escaped(arguments)}".rstrip(), _escaped(parser.description or COMMANDS[name].help)]
     formatter = argparse.HelpFormatter(parser.prog)
     for action in parser._actions:
         if action.option_strings and not isinstance(action, argparse._HelpAction):

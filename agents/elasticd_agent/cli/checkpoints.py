@@ -50,11 +50,11 @@ def checkpoints(argv: Sequence[str]) -> int:
         raise UsageError(f"--json goes with list, not with {options.verb}")
     with contextlib.ExitStack() as stack:
         if url_of(options.directory) is not None:
-            options.directory = stack.enter_context(_copied(options.directory))
+            options.directory = stack.enter_context(_local_copy(options.directory))
         elif not options.directory.is_dir():
             raise UsageError(f"{options.directory} is no directory")
         try:
-            return _run(options)
+            return _run_verb(options)
         except ObjectStoreError as error:
             raise UsageError(str(error)) from None
         except OSError as error:
@@ -62,7 +62,7 @@ def checkpoints(argv: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _copied(given: Path) -> Iterator[Path]:
+def _local_copy(given: Path) -> Iterator[Path]:
     """A copy of an object store for this command, not the one that a job on this node may use."""
     if why := missing_package(given):
         raise UsageError(why)
@@ -80,7 +80,7 @@ def _copied(given: Path) -> Iterator[Path]:
         yield directory
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_verb(options: argparse.Namespace) -> int:
     if options.verb == "prune":
         return _prune(options.directory, options.keep, options.keep_every)
     lineage = walk(options.directory)
@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
         _print_list(options.directory, lineage, options.json)
         return 0
     if options.verb == "show":
-        return _show(options.directory, lineage, options.name)
+        return _print_manifest(options.directory, lineage, options.name)
     return _verify(options.directory, lineage, options.name)
 
 
@@ -121,7 +121,7 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
     usable = {entry.path for entry in found.entries}
     skipped = {checkpoint.path: checkpoint.why for checkpoint in found.skipped}
     aside = {checkpoint.path: checkpoint for checkpoint in names_aside(directory)}
-    present = [*_present(directory), *sorted(aside.values(), key=lambda each: each.path.name)]
+    present = [*_list_newest_first(directory), *sorted(aside.values(), key=lambda each: each.path.name)]
     if not present and not as_json:
         print(f"{shown(directory)} holds no checkpoint")
     for checkpoint in present:
@@ -162,13 +162,13 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
             )
 
 
-def _present(directory: Path) -> list[CheckpointName]:
+def _list_newest_first(directory: Path) -> list[CheckpointName]:
     """The newest first."""
     checkpoints = [checkpoint for checkpoint in names(directory) if not checkpoint.hidden]
     return sorted(checkpoints, key=lambda each: (-each.round, -each.step))
 
 
-def _entries(found: LineageWalk, name: str | None) -> list[Entry]:
+def _lineage_entries(found: LineageWalk, name: str | None) -> list[Entry]:
     """Return the checkpoints of the lineage, or the named one. Raises UsageError where that is not in it, with the
     reason.
     """
@@ -182,9 +182,9 @@ def _entries(found: LineageWalk, name: str | None) -> list[Entry]:
     return entries
 
 
-def _show(directory: Path, found: LineageWalk, name: str | None) -> int:
+def _print_manifest(directory: Path, found: LineageWalk, name: str | None) -> int:
     """Print the manifest of a checkpoint."""
-    entries = _entries(found, name)
+    entries = _lineage_entries(found, name)
     if not entries:
         print(f"{shown(directory)} holds no checkpoint that can be restored")
         return 1
@@ -195,8 +195,8 @@ def _show(directory: Path, found: LineageWalk, name: str | None) -> int:
 def _verify(directory: Path, found: LineageWalk, name: str | None) -> int:
     """Read from the disk, not from the page cache; without a name also what is not in the lineage."""
     damaged = 0
-    lineage = {entry.path for entry in _entries(found, name)}
-    for checkpoint in _present(directory):
+    lineage = {entry.path for entry in _lineage_entries(found, name)}
+    for checkpoint in _list_newest_first(directory):
         if name is None or checkpoint.path in lineage:
             manifest = examine(checkpoint)
             why = manifest.why if isinstance(manifest, Unreadable) else find_damage(Entry(checkpoint.path, manifest))

@@ -10,13 +10,13 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.config.command_parser import CommandParser
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def docs(argv: Sequence[str]) -> int:
     """Returns 0; raises UsageError for a page or a heading that is not there."""
     args = build_parser().parse_args(argv)
-    folder = next((path for path in (_PACKAGE / "docs", _PACKAGE.parents[1] / "docs") if path.is_dir()), None)
+    folder = next((path for path in (_PACKAGE_DIR / "docs", _PACKAGE_DIR.parents[1] / "docs") if path.is_dir()), None)
     if folder is None:
         raise UsageError("this installation has no documentation")
     pages = {path.stem: path for path in sorted(folder.glob("*.md")) if path.stem != "README"}
@@ -28,11 +28,11 @@ def docs(argv: Sequence[str]) -> int:
     if name not in pages:
         raise UsageError(f"there is no page {name!r}; there are {', '.join(pages)}")
     text = pages[name].read_text(encoding="utf-8")
-    print(section(text, anchor) if anchor else text, end="")
+    print(section_at(text, anchor) if anchor else text, end="")
     return 0
 
 
-def section(text: str, anchor: str) -> str:
+def section_at(text: str, anchor: str) -> str:
     """The part of a page below the heading with this anchor, as GitHub and mkdocs make them. Raises UsageError."""
     lines, start, depth, fenced = text.splitlines(keepends=True), -1, 0, False
     for number, line in enumerate(lines):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.cli.explain import READ_S, show
+from elasticd_agent.cli.explain import READ_TIMEOUT_S, print_explanation
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
@@ -45,28 +45,28 @@ class LocalRun:
 def dump(argv: Sequence[str]) -> int:
     """Returns 0 if evidence was gathered, 1 if not; raises UsageError."""
     args = build_parser().parse_args(argv)
-    out = _checked(args.out)
-    agents, silent = find_runs(args.pid)
+    out = _check_output_directory(args.out)
+    agents, silent = find_local_runs(args.pid)
     chosen = [agent for agent in agents if args.job in (None, agent.job)]
     if not chosen:
         for why in silent:
             print(f"elasticd dump: {why}", file=sys.stderr)
         named = f"; there is {'; '.join(map(str, agents))}" if agents else ""
         which = f"job {args.job}" if args.job is not None else f"agent {args.pid}" if args.pid is not None else "job"
-        return _failed(f"no {which} of this user runs on this machine{named}")
+        return _print_failure(f"no {which} of this user runs on this machine{named}")
     if len(chosen) > 1:
         listed = "".join(f"\n  --pid {agent.pid}  (job {agent.job}, node {agent.node})" for agent in chosen)
         print(f"elasticd dump: several jobs run here; choose one:{listed}", file=sys.stderr)
         return 2
-    return _dumped(chosen[0], out, as_json=args.json)
+    return _request_dump(chosen[0], out, as_json=args.json)
 
 
-def find_runs(only: int | None = None) -> tuple[list[LocalRun], list[str]]:
-    """This user's agents on this machine, or `only` that pid; and a sentence for each that does not answer."""
+def find_local_runs(only_pid: int | None = None) -> tuple[list[LocalRun], list[str]]:
+    """This user's agents on this machine, or the one with `only_pid`; and a sentence for each that does not answer."""
     runs, silent = [], []
-    for path in sorted(_sockets()):
+    for path in sorted(_control_sockets()):
         pid = path.parent.name.split("-")[2]
-        if not pid.isdecimal() or not Path(f"/proc/{pid}").exists() or only not in (None, int(pid)):
+        if not pid.isdecimal() or not Path(f"/proc/{pid}").exists() or only_pid not in (None, int(pid)):
             continue  # an agent that was killed leaves its directory behind
         try:
             about = control.send_request(path, {"do": "about"}, ABOUT_TIMEOUT_S)
@@ -77,36 +77,36 @@ def find_runs(only: int | None = None) -> tuple[list[LocalRun], list[str]]:
     return sorted(runs, key=lambda agent: agent.pid), silent
 
 
-def _sockets() -> set[Path]:
+def _control_sockets() -> set[Path]:
     """The control sockets where run.runtime_directory puts them."""
     bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
     return {path for base in bases for path in base.glob(f"elasticd-{os.getuid()}-*-*/{control.SOCKET_NAME}")}
 
 
-def _dumped(agent: LocalRun, out: Path | None, *, as_json: bool) -> int:
-    """Have the agent gather the evidence, and show it."""
+def _request_dump(agent: LocalRun, out: Path | None, *, as_json: bool) -> int:
+    """Have the agent gather the evidence, and print it."""
     try:
         answer = control.send_request(agent.socket, {"do": "dump", "out": None if out is None else str(out)})
     except control.ControlSocketError as error:
-        return _failed(f"{agent}: {error}")
+        return _print_failure(f"{agent}: {error}")
     path = answer.get("path")
     if not isinstance(path, str):
-        return _failed(f"{agent}: {answer.get('error', 'the answer has no path')}")
+        return _print_failure(f"{agent}: {answer.get('error', 'the answer has no path')}")
     try:
-        return files.run_within(READ_S, lambda: _shown(Path(path), agent.node, as_json=as_json))
+        return files.run_within(READ_TIMEOUT_S, lambda: _print_evidence(Path(path), agent.node, as_json=as_json))
     except files.DeadlineExceeded:
-        return _failed(f"the evidence is in {path}, which does not answer")
+        return _print_failure(f"the evidence is in {path}, which does not answer")
 
 
-def _shown(path: Path, node: str, *, as_json: bool) -> int:
+def _print_evidence(path: Path, node: str, *, as_json: bool) -> int:
     place = finding.choose_folder(finding.find_folders(path))
     if place is None:
-        return _failed(f"the agent reports evidence in {path}, where there is none")
-    show(reading.explain(place, here=node), as_json=as_json)
+        return _print_failure(f"the agent reports evidence in {path}, where there is none")
+    print_explanation(reading.explain(place, here=node), as_json=as_json)
     return 0
 
 
-def _checked(out: Path | None) -> Path | None:
+def _check_output_directory(out: Path | None) -> Path | None:
     """Return the directory for the evidence. Raises UsageError for one that holds something already."""
     if out is None:
         return None
@@ -116,7 +116,7 @@ def _checked(out: Path | None) -> Path | None:
     return path
 
 
-def _failed(why: str) -> int:
+def _print_failure(why: str) -> int:
     print(f"elasticd dump: {why}", file=sys.stderr)
     return 1
 

@@ -18,7 +18,7 @@ from elasticd_agent.hangs.explain.model import Explanation
 from elasticd_agent.hangs.explain.text import WIDTH, page
 from elasticd_agent.system import bounded_io as files
 
-READ_S = 30.0
+READ_TIMEOUT_S = 30.0
 """Reading a few megabytes takes well below a second; a mount this slow is dead."""
 EVENT_LOG_NAMES = ("events.jsonl", "event-log.jsonl")
 _WIDEST, _NARROWEST = 140, 60
@@ -29,13 +29,13 @@ def explain(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     directory = Path(args.logdir)
     try:
-        return files.run_within(READ_S, lambda: _answer(args, directory))
+        return files.run_within(READ_TIMEOUT_S, lambda: _explain_or_list(args, directory))
     except files.DeadlineExceeded:
         print(f"elasticd explain: {directory} does not answer: is its file system dead?", file=sys.stderr)
         return 1
 
 
-def _answer(args: argparse.Namespace, directory: Path) -> int:
+def _explain_or_list(args: argparse.Namespace, directory: Path) -> int:
     folders = finding.find_folders(directory)
     if not folders and not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
@@ -43,21 +43,23 @@ def _answer(args: argparse.Namespace, directory: Path) -> int:
             f"{directory} {what}; give the job's --log-dir, a round's folder in it, or a folder of evidence"
         )
     if args.list:
-        return _list(folders, directory)
+        return _print_folders(folders, directory)
     place = finding.choose_folder(folders)
     if args.round is not None:
         place = finding.choose_folder([folder for folder in folders if folder.round == args.round])
         if place is None and folders:
             rounds = ", ".join(str(number) for number in sorted({folder.round for folder in folders}))
-            return _nothing(f"no evidence of round {args.round} in {directory}; there is some of: {rounds}")
+            return _print_nothing_found(f"no evidence of round {args.round} in {directory}; there is some of: {rounds}")
     if place is None:
-        ended = reading.ending(args.event_log or _event_log(None, directory))
-        return _nothing(f"no evidence in {directory}: no hang was suspected here{ended}")
-    show(reading.explain(place, args.event_log or _event_log(place, directory), folders), as_json=args.json)
+        ended = reading.ending(args.event_log or _find_event_log(None, directory))
+        return _print_nothing_found(f"no evidence in {directory}: no hang was suspected here{ended}")
+    print_explanation(
+        reading.explain(place, args.event_log or _find_event_log(place, directory), folders), as_json=args.json
+    )
     return 0
 
 
-def show(explained: Explanation, *, as_json: bool) -> None:
+def print_explanation(explained: Explanation, *, as_json: bool) -> None:
     """Print an explanation: the page, as wide as the terminal allows, or one JSON object."""
     if as_json:
         text = json.dumps(document(explained), indent=2, ensure_ascii=False) + "\n"
@@ -67,10 +69,10 @@ def show(explained: Explanation, *, as_json: bool) -> None:
     print(text, end="", flush=True)
 
 
-def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
+def _print_folders(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
     """Print one line for each folder of evidence."""
     if not found:
-        return _nothing(f"no evidence in {directory}")
+        return _print_nothing_found(f"no evidence in {directory}")
     for place in found:
         verdict = reading.verdict_in(place)
         cause = f" ({verdict.cause[:40]})" if verdict is not None else ""
@@ -78,12 +80,12 @@ def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
     return 0
 
 
-def _nothing(why: str) -> int:
+def _print_nothing_found(why: str) -> int:
     print(f"elasticd explain: {why}", file=sys.stderr)
     return 1
 
 
-def _event_log(place: finding.EvidenceFolder | None, directory: Path) -> Path | None:
+def _find_event_log(place: finding.EvidenceFolder | None, directory: Path) -> Path | None:
     """The event log, if it has one of its usual names in the log directory."""
     above = place.logs if place is not None else None
     for folder in dict.fromkeys([above or directory, directory]):

@@ -29,8 +29,8 @@ from elasticd_agent.model.phrases import did_you_mean
 
 
 class Command(NamedTuple):
-    line: str  #: the command's line in the list of commands
-    entry: str = ""  #: module:function. "": it uses an agent's HTTP API, cli/job_commands.py.
+    help: str  #: the command's line in the list of commands
+    entry_point: str = ""  #: module:function. "": it uses an agent's HTTP API, cli/job_commands.py.
 
 
 COMMANDS = {
@@ -61,9 +61,9 @@ COMMANDS = {
     "config": Command("checks an agent.toml or a job file", "elasticd_daemon.cli.config_command:config"),
     "docs": Command("prints the documentation of this version", "elasticd_agent.cli.docs:docs"),
 }
-AGENT_COMMANDS = tuple(name for name, command in COMMANDS.items() if not command.entry)
+AGENT_COMMANDS = tuple(name for name, command in COMMANDS.items() if not command.entry_point)
 """Those that always use an agent."""
-_HIDDEN = {"job": "elasticd_daemon.runners.main:job"}
+_HIDDEN_COMMANDS = {"job": "elasticd_daemon.runners.main:job"}
 """The agent starts its runners with it."""
 _AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
 _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}
@@ -71,9 +71,9 @@ _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--hel
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 succeeded, 1 the job failed, 2 usage, 75 requeue, 128+n stopped by signal n."""
-    _open_std_streams()
+    _open_closed_streams()
     try:
-        code = _main(argv)
+        code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -85,14 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _dispatch(argv: Sequence[str] | None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # help and file names must print in any locale
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["help"]
     if command == "help" and rest:
         command, rest = rest[0], ["--help"]
     if command in ("-h", "--help", "help"):
-        print(_help(), end="")
+        print(_help_text(), end="")
         return 0
     if command == "--version":
         from elasticd_agent.model.version import version
@@ -101,25 +101,27 @@ def _main(argv: Sequence[str] | None) -> int:
         return 0
     try:
         if command == "run":
-            return _run(rest)
+            return _run_job(rest)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if command in AGENT_COMMANDS or (
             command in ("dump", "explain") and is_about_agents_job(command, rest, os.environ)
         ):
-            run_command: Callable[[str, Sequence[str]], int] = _load("elasticd_daemon.cli.job_commands:run_command")
+            run_command: Callable[[str, Sequence[str]], int] = _load_entry_point(
+                "elasticd_daemon.cli.job_commands:run_command"
+            )
             return run_command(command, rest)
-        if entry := _HIDDEN.get(command) or (COMMANDS[command].entry if command in COMMANDS else ""):
-            return _load(entry)(rest)
+        if entry := _HIDDEN_COMMANDS.get(command) or (COMMANDS[command].entry_point if command in COMMANDS else ""):
+            return _load_entry_point(entry)(rest)
     except (UsageError, StoreUnavailable) as error:
-        return _error(f"elasticd {command}", str(error), REQUEUE if isinstance(error, StoreUnavailable) else 2)
+        return _print_error(f"elasticd {command}", str(error), REQUEUE if isinstance(error, StoreUnavailable) else 2)
     known = f"there are {', '.join(COMMANDS)}, as in: elasticd run train.py"
-    return _error("elasticd", f"unknown command {command!r}; {did_you_mean(command, COMMANDS, known)}")
+    return _print_error("elasticd", f"unknown command {command!r}; {did_you_mean(command, COMMANDS, known)}")
 
 
-def _help() -> str:
+def _help_text() -> str:
     """The text of `elasticd help`."""
-    lines = (f"  {name:<12} {command.line}\n" for name, command in COMMANDS.items())
+    lines = (f"  {name:<12} {command.help}\n" for name, command in COMMANDS.items())
     return (
         "usage: elasticd run [options] SCRIPT [script's arguments]\n       elasticd COMMAND [options]\n"
         "       elasticd help COMMAND\n\nKeeps a PyTorch training job running while its workers fail.\n\n"
@@ -128,7 +130,7 @@ def _help() -> str:
     )
 
 
-def _load(entry: str) -> Callable[..., int]:
+def _load_entry_point(entry: str) -> Callable[..., int]:
     """Return the function that an entry names. Raises UsageError if a package that it needs is missing."""
     module, _, name = entry.partition(":")
     try:
@@ -142,7 +144,7 @@ def _load(entry: str) -> Callable[..., int]:
     return function
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run_job(argv: Sequence[str]) -> int:
     """Run a job: parse, check this machine, and only then import what runs it."""
     from elasticd_agent.config import run_options
 
@@ -178,7 +180,7 @@ def is_about_agents_job(command: str, argv: Sequence[str], environ: Mapping[str,
     return bool(environ.get(AGENT_VARIABLE)) or os.path.exists(DEFAULT_SOCKET)
 
 
-def _open_std_streams() -> None:
+def _open_closed_streams() -> None:
     """Open /dev/null for closed standard streams (`2>&-`, some init systems), before any other file gets their numbers:
     a lock or a connection as descriptor 2 would be written to by error messages.
     """
@@ -195,7 +197,7 @@ def _open_std_streams() -> None:
             setattr(sys, name, open(fd, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))  # noqa: SIM115 for good
 
 
-def _error(prefix: str, message: str, code: int = 2) -> int:
+def _print_error(prefix: str, message: str, code: int = 2) -> int:
     """Print one line on stderr and return the exit code."""
     # One line for any argument: a newline in a file name must not break it up.
     print(f"{prefix}: error: {message}".replace("\n", "\\n").replace("\r", "\\r"), file=sys.stderr)

@@ -19,8 +19,8 @@ from elasticd_agent.store.c10d.store import C10dStore
 
 START_TIMEOUT_S = 120.0
 """torch from a cold image; after a longer wait a restart is better."""
-CHECK_S = 5.0
-UNAVAILABLE_S = 60.0
+CHECK_INTERVAL_S = 5.0
+MAX_UNAVAILABLE_S = 60.0
 """The store restarts its server itself; after so long without success this process ends."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -31,10 +31,16 @@ def store(argv: Sequence[str]) -> int:
     # Awaited, not handled; blocked before any thread could receive one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     made = C10dStore(
-        "127.0.0.1", port, serve=True, standalone=True, timeout_s=CHECK_S, start_timeout_s=START_TIMEOUT_S, log=_say
+        "127.0.0.1",
+        port,
+        serve=True,
+        standalone=True,
+        timeout_s=CHECK_INTERVAL_S,
+        start_timeout_s=START_TIMEOUT_S,
+        log=_log,
     )
     try:
-        return _serve(made)
+        return _serve_until_signal(made)
     except StoreRefused as refused:
         raise UsageError(str(refused)) from None
     finally:
@@ -42,24 +48,24 @@ def store(argv: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(made: C10dStore) -> int:
+def _serve_until_signal(made: C10dStore) -> int:
     made.read("ready")
     options = f"--rdzv-backend c10d --rdzv-endpoint HOST:{made.port} --rdzv-conf is_host=0"
-    _say(f"nodes can meet at port {made.port}: {options}")
+    _log(f"nodes can meet at port {made.port}: {options}")
     answered = time.monotonic()
-    while (got := signal.sigtimedwait(_STOP_SIGNALS, CHECK_S)) is None:
+    while (got := signal.sigtimedwait(_STOP_SIGNALS, CHECK_INTERVAL_S)) is None:
         try:
             made.read("ready")
             answered = time.monotonic()
         except StoreUnavailable as error:
-            if time.monotonic() - answered >= UNAVAILABLE_S:
-                _say(f"ends after no answer for {UNAVAILABLE_S:g} s: {error}")
+            if time.monotonic() - answered >= MAX_UNAVAILABLE_S:
+                _log(f"ends after no answer for {MAX_UNAVAILABLE_S:g} s: {error}")
                 return 1
-    _say(f"ends on {signal.Signals(got.si_signo).name}")
+    _log(f"ends on {signal.Signals(got.si_signo).name}")
     return 0
 
 
-def _say(sentence: str) -> None:
+def _log(sentence: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} elasticd store: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -71,11 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
         "Exit codes: 0 ended by a signal, 1 the store failed, 2 usage.",
     )
     port = DEFAULT_PORTS["c10d"]
-    parser.add_argument("--port", type=_port, default=port, metavar="PORT", help=f"where to listen ({port})")
+    parser.add_argument("--port", type=_parse_port, default=port, metavar="PORT", help=f"where to listen ({port})")
     return parser
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= 65535):
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports go from 1 to 65535")
     return int(text)
