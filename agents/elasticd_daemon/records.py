@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from elasticd.errors import UsageError, WireError
-from elasticd_agent.config.quantities import MAX_COUNT, MAX_SLOTS
+from elasticd_agent.config.quantities import MAX_COUNT, MAX_SLOTS_PER_NODE
 from elasticd_agent.model.codec import Document, Record
 from elasticd_agent.model.job import check_identifier
 from elasticd_agent.model.records import check_slots
@@ -223,8 +223,8 @@ class NodeStatus(_NamedDocument):
     def check(self) -> None:
         """Raise WireError for a name or a number of slots that no node can have."""
         _NamedDocument.check(self)
-        if not 0 <= self.slots <= MAX_SLOTS:
-            raise WireError(f"node {self.node!r}: {self.slots} slots are not in 0..{MAX_SLOTS}")
+        if not 0 <= self.slots <= MAX_SLOTS_PER_NODE:
+            raise WireError(f"node {self.node!r}: {self.slots} slots are not in 0..{MAX_SLOTS_PER_NODE}")
 
 
 @dataclass(frozen=True, slots=True)

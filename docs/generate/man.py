@@ -37,7 +37,7 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
         if flag.treatment is Treatment.HONORED:
             word = flag.usage.rpartition(" ")[2]
             switch = {"action": "store_true"} if word.startswith("-") else {"metavar": word}
-            run.add_argument(*flag.spellings, help=flag.help.replace("%", "%%"), **switch)  # type: ignore[arg-type]
+            run.add_argument(*flag.documented_spellings, help=flag.help.replace("%", "%%"), **switch)  # type: ignore[arg-type]
     run.add_argument("script", metavar="SCRIPT", help="and its arguments")
     parsers: dict[str, argparse.ArgumentParser] = {"run": run}
     local = (agent, store_server, doctor, config_command, report_command, checkpoints, docs)

@@ -155,7 +155,7 @@ def page() -> str:
 
 
 def _row(flag: Flag, *, torchrun: bool) -> str:
-    names = ", ".join(f"`{name}`" for name in flag.spellings)
+    names = ", ".join(f"`{name}`" for name in flag.documented_spellings)
     switch = flag.value_type is ValueType.SWITCH
     default = "off" if switch else "–" if flag.default in (None, "", ()) else f"`{flag.default}`"
     text = " ".join(filter(None, (flag.help, flag.default_reason))).replace("|", "\\|")

@@ -217,4 +217,4 @@ def test_help_tells_the_restart_budget_and_every_option() -> None:
     from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
     from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 
-    assert [flag.dest for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) if flag.spellings[-1] not in text] == []
+    assert [flag.dest for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) if flag.documented_spellings[-1] not in text] == []

@@ -82,7 +82,7 @@ def test_every_option_of_torchrun_is_in_the_table_as_it_is_there() -> None:
 
 def test_none_of_our_own_options_is_torchruns() -> None:
     upstream = {name for names, *_ in described(theirs()).values() for name in names}
-    assert not upstream & {name for flag in ELASTICD_FLAGS for name in flag.names}
+    assert not upstream & {name for flag in ELASTICD_FLAGS for name in flag.all_spellings}
 
 
 SAMPLES = {
@@ -108,7 +108,7 @@ def test_its_variable_means_what_it_means_to_torchrun(flag: Flag, monkeypatch: p
             with pytest.raises(UsageError, match=f"{name}='{value}' must be "):
                 build_parser(os.environ)
             continue
-        if flag.choices and flag.env and value not in flag.choices:
+        if flag.choices and flag.has_variable and value not in flag.choices:
             with pytest.raises(UsageError, match="must be one of"):  # torchrun does not look at it
                 build_parser(os.environ)
             continue
@@ -132,15 +132,15 @@ def test_abbreviations_stand_for_what_they_stand_for_in_torchrun() -> None:
     upstream, ours = theirs(), build_parser({})
     names = {name for names, *_ in described(upstream).values() for name in names if name.startswith("--")}
     for prefix in sorted({name[:end] for name in names for end in range(3, len(name) + 1)}):
-        if prefix not in {name for flag in ELASTICD_FLAGS for name in flag.names}:
+        if prefix not in {name for flag in ELASTICD_FLAGS for name in flag.all_spellings}:
             here, there = _meaning(ours, prefix), _meaning(upstream, prefix)
             # What is one option's to an older torch may be two options' to the newest.
             assert here == there or ("could match" in here and TORCH < (2, 14)), prefix
 
 
 def test_our_own_options_cannot_be_abbreviated() -> None:
-    upstream = {name for flag in TORCHRUN_FLAGS for name in flag.names}
-    short = [name[:-1] for flag in ELASTICD_FLAGS for name in flag.names]
+    upstream = {name for flag in TORCHRUN_FLAGS for name in flag.all_spellings}
+    short = [name[:-1] for flag in ELASTICD_FLAGS for name in flag.all_spellings]
     ours = [prefix for prefix in short if not any(name.startswith(prefix) for name in upstream)]
     assert len(ours) >= len(ELASTICD_FLAGS) - 2
     for prefix in ours:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.errors import WireError
-from elasticd_agent.config.quantities import MAX_COUNT, MAX_SLOTS
+from elasticd_agent.config.quantities import MAX_COUNT, MAX_SLOTS_PER_NODE
 from elasticd_agent.model.codec import Document
 from elasticd_daemon.records import NodeStatus, RunnerStatus, Submission
 
@@ -13,8 +13,8 @@ from elasticd_daemon.records import NodeStatus, RunnerStatus, Submission
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        (NodeStatus("n9", "i", MAX_SLOTS), ""),
-        (NodeStatus("n9", "i", MAX_SLOTS + 1), "node 'n9': 4097 slots are not in 0..4096"),
+        (NodeStatus("n9", "i", MAX_SLOTS_PER_NODE), ""),
+        (NodeStatus("n9", "i", MAX_SLOTS_PER_NODE + 1), "node 'n9': 4097 slots are not in 0..4096"),
         (NodeStatus("n9", "i", -1), "node 'n9': -1 slots are not in 0..4096"),
         (NodeStatus("n9", "i", 2, runners=(RunnerStatus("lm", 1, (), "running"),)), ""),
         (NodeStatus("n9", "i", 2, runners=(RunnerStatus("lm", 1, (-1,), "running"),)), "runner of 'lm': slots must be"),

@@ -9,7 +9,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.system.durations import format_duration
 
 _DEFAULT_POLICY = Policy()
-_elasticd_flag = partial(Flag, torchrun=False)
+_elasticd_flag = partial(Flag, is_from_torchrun=False)
 
 ELASTICD_FLAGS: tuple[Flag, ...] = (
     _elasticd_flag(
@@ -22,7 +22,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         "Modules imported once, before the workers are forked; may be repeated.",
         value_type=ValueType.LIST,
         default=(),
-        repeatable=True,
+        is_repeatable=True,
     ),
     _elasticd_flag(
         "--integrate WHAT",

@@ -36,10 +36,10 @@ class Flag:
     default: str | int | float | tuple[str, ...] | bool | None = None
     treatment: Treatment = Treatment.HONORED
     choices: tuple[str, ...] | None = None
-    env: bool = True
+    has_variable: bool = True
     default_reason: str | None = None
-    repeatable: bool = False
-    torchrun: bool = True  #: torchrun has it, spelled with dashes and with underscores
+    is_repeatable: bool = False
+    is_from_torchrun: bool = True  #: torchrun has it, spelled with dashes and with underscores
 
     def __post_init__(self) -> None:
         if self.usage.endswith(" TIME"):
@@ -49,22 +49,25 @@ class Flag:
             object.__setattr__(self, "default", False)
 
     @property
-    def spellings(self) -> tuple[str, ...]:
-        """The spellings in help and docs; the underscore spellings are understood without being repeated everywhere."""
+    def documented_spellings(self) -> tuple[str, ...]:
+        """The spellings in help and docs; those with underscores are understood without being repeated everywhere."""
         return tuple(word.rstrip(",") for word in self.usage.split() if word.startswith("-"))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All spellings."""
+    def all_spellings(self) -> tuple[str, ...]:
         underscored = f"--{self.dest}"
-        return (*self.spellings, underscored) if self.torchrun and underscored not in self.spellings else self.spellings
+        return (
+            (*self.documented_spellings, underscored)
+            if self.is_from_torchrun and underscored not in self.documented_spellings
+            else self.documented_spellings
+        )
 
     @property
     def dest(self) -> str:
         """The name argparse would give it: the first long spelling."""
-        return self.spellings[-1][2:].replace("-", "_")
+        return self.documented_spellings[-1][2:].replace("-", "_")
 
     @property
     def variable(self) -> str | None:
         """The PET_ environment variable that stands in for the option when it is not given."""
-        return f"PET_{self.dest.upper()}" if self.torchrun and self.env else None
+        return f"PET_{self.dest.upper()}" if self.is_from_torchrun and self.has_variable else None

@@ -11,11 +11,11 @@ from elasticd.checkpointing.storage.object_url import url_of
 from elasticd_agent.model.job import MAX_WAIT_S
 from elasticd_agent.system.durations import parse_duration
 
-_SIZES = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}}
-_SIZES |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+_UNIT_BYTES = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}}
+_UNIT_BYTES |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 MAX_COUNT = 100_000
 """Nodes, or slots of one, that a job can ask for: more is a slip of the pen."""
-MAX_SLOTS = 4096
+MAX_SLOTS_PER_NODE = 4096
 """The most slots of a node. Every scheduler counts through those of all nodes, and each node writes its own number."""
 
 
@@ -34,7 +34,7 @@ def decode_quantity(kind: type, value: Any) -> Any:
     if kind is Size:
         return parse_size(value)
     if kind is Path:
-        return parse_path(value)
+        return parse_path_or_url(value)
     raise NotImplementedError(kind)
 
 
@@ -53,11 +53,13 @@ def parse_seconds(value: Any) -> Seconds:
         parts = re.fullmatch(r"\s*(-?[0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)\s*", value)
         seconds = parse_duration(parts[1] + parts[2]) if parts else None
     if seconds is None or math.isnan(seconds):
-        raise ValueError(f"{_quoted(value)} is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d")
+        raise ValueError(
+            f"{_quote_value(value)} is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d"
+        )
     if seconds < 0:
-        raise ValueError(f"{_quoted(value)}: a time cannot be negative")
+        raise ValueError(f"{_quote_value(value)}: a time cannot be negative")
     if seconds > MAX_WAIT_S:
-        raise ValueError(f"{_quoted(value)} is longer than a year; at most 365d")
+        raise ValueError(f"{_quote_value(value)} is longer than a year; at most 365d")
     return Seconds(seconds)
 
 
@@ -67,19 +69,19 @@ def parse_size(value: Any) -> Size:
         size = value
     elif isinstance(value, str):
         parts = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kMGTK]?i?B?)\s*", value)
-        size = float(parts[1]) * _SIZES[parts[2]] if parts and parts[2] in _SIZES else None
+        size = float(parts[1]) * _UNIT_BYTES[parts[2]] if parts and parts[2] in _UNIT_BYTES else None
     if size is None or not 0 <= size < 2**63:
-        raise ValueError(f"{_quoted(value)} is not a size; write bytes or a unit, as in 500MB or 10GiB")
+        raise ValueError(f"{_quote_value(value)} is not a size; write bytes or a unit, as in 500MB or 10GiB")
     return Size(size)
 
 
-def parse_path(value: Any) -> Path:
+def parse_path_or_url(value: Any) -> Path:
     """An absolute path: a daemon's current directory is nobody's. Or the URL of an object store."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{_quoted(value)} is not a path; write it as text, as in /srv/data")
+        raise ValueError(f"{_quote_value(value)} is not a path; write it as text, as in /srv/data")
     if not value.startswith("/") and url_of(Path(value)) is None:
         right = "write the home directory out" if value.startswith("~") else "begin it with /"
-        raise ValueError(f"{_quoted(value)} is not an absolute path; {right}")
+        raise ValueError(f"{_quote_value(value)} is not an absolute path; {right}")
     return Path(value)
 
 
@@ -87,11 +89,11 @@ def parse_count_range(value: int | str) -> tuple[int, int]:
     """(MIN, MAX) of 4, "4" or "2:8". Raises ValueError."""
     parts = re.fullmatch(r"\s*(-?[0-9]{1,40})\s*(?::\s*([0-9]{1,40})\s*)?", str(value))
     if not parts or isinstance(value, bool):
-        raise ValueError(f"{_quoted(value)} is neither a number nor MIN:MAX, as in 4 or 2:8")
+        raise ValueError(f"{_quote_value(value)} is neither a number nor MIN:MAX, as in 4 or 2:8")
     low = int(parts[1])
     high = low if parts[2] is None else int(parts[2])
     if max(low, high) > MAX_COUNT:
-        raise ValueError(f"{_quoted(value)}: at most {MAX_COUNT} are possible")
+        raise ValueError(f"{_quote_value(value)}: at most {MAX_COUNT} are possible")
     if low < 1:
         raise ValueError(f"{value}: at least 1 is needed")
     if low > high:
@@ -101,12 +103,12 @@ def parse_count_range(value: int | str) -> tuple[int, int]:
 
 def format_size(value: int) -> str:
     for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if value >= _SIZES[unit] and value % _SIZES[unit] == 0:
-            return f"{value // _SIZES[unit]}{unit}"
+        if value >= _UNIT_BYTES[unit] and value % _UNIT_BYTES[unit] == 0:
+            return f"{value // _UNIT_BYTES[unit]}{unit}"
     return str(value)
 
 
-def _quoted(value: object) -> str:
+def _quote_value(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else str(value).lower()
     text = repr(value) if isinstance(value, (str, int, float)) else "a list or a table"

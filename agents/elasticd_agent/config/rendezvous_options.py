@@ -26,22 +26,22 @@ DEFAULT_PORTS = {"c10d": 29400, "etcd": 2379}
 """torchrun's for c10d, etcd's own for its clients."""
 _TORCHRUN_PORT, _THIS_MACHINE = 29500, "127.0.0.1"
 """The defaults of torchrun."""
-KEEP_ALIVE_ATTEMPTS = 3
+DEFAULT_KEEP_ALIVE_ATTEMPTS = 3
 """torchrun's default of keep_alive_max_attempt."""
 
-_OWN_TIMES = (
+_ELASTICD_TIMES = (
     *("lease", "renewal", "store_timeout", "seen_timeout", "replace_timeout", "hold_timeout", "adopt_timeout"),
     *("store_away", "grow_debounce", "node_cooloff"),
 )
-_SECONDS: Mapping[str, str] = {
+_TIME_FIELDS: Mapping[str, str] = {
     # torchrun's
     "join_timeout": "join_timeout_s",
     "timeout": "join_timeout_s",
     "last_call_timeout": "last_call_timeout_s",
     "keep_alive_interval": "renewal_s",
-    **{name: f"{name}_s" for name in _OWN_TIMES},
+    **{name: f"{name}_s" for name in _ELASTICD_TIMES},
 }
-_FILES: Mapping[str, str] = {
+_TLS_FIELDS: Mapping[str, str] = {
     "cacert": "ca",
     "ca_cert": "ca",
     "cert": "cert",
@@ -49,11 +49,11 @@ _FILES: Mapping[str, str] = {
     "key": "key",
     "ssl_cert_key": "key",
 }
-_ETCD = (*_FILES, "protocol", "user", "password", "password_file")
-_C10D = ("is_host", "store_type")
-_IGNORED = ("close_timeout", "heartbeat_timeout", "read_timeout", "use_libuv", "rank")
+_ETCD_KEYS = (*_TLS_FIELDS, "protocol", "user", "password", "password_file")
+_C10D_KEYS = ("is_host", "store_type")
+_IGNORED_KEYS = ("close_timeout", "heartbeat_timeout", "read_timeout", "use_libuv", "rank")
 """Keys of torchrun's rendezvous without a counterpart here: what they limit is limited by store_timeout and lease."""
-KEYS = (*_SECONDS, "keep_alive_max_attempt", *_C10D, *_ETCD, *_IGNORED)
+CONF_KEYS = (*_TIME_FIELDS, "keep_alive_max_attempt", *_C10D_KEYS, *_ETCD_KEYS, *_IGNORED_KEYS)
 
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")  # as torchrun reads them
 
@@ -83,14 +83,14 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
         low, high = parse_count_range(parsed.nnodes)
     except ValueError as error:
         raise UsageError(f"--nnodes {error}") from None
-    conf = _conf(parsed.rdzv_conf)
+    conf = _parse_conf(parsed.rdzv_conf)
     numbers = _policy_fields(conf, parsed)
     node_rank = None
     if parsed.rdzv_backend == "static" and high > 1 and not parsed.standalone:
         node_rank = parsed.node_rank
         parsed = _static_as_c10d(parsed, low, high)
         conf.setdefault("is_host", str(int(node_rank == 0)))
-    backend = _backend(parsed, high)
+    backend = _choose_backend(parsed, high)
     job_id = None if parsed.standalone or parsed.rdzv_id in ("none", "") else str(parsed.rdzv_id)
     if backend == "memory":
         return RendezvousOptions(
@@ -113,7 +113,7 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
             raise UsageError(f"--run {run!r}: several nodes need a number: a run with a higher one is the later run")
     _check_keys_of_backend(conf, backend)
     try:
-        endpoints, secure = parse_endpoints(parsed.rdzv_endpoint, backend)
+        endpoints, secure = parse_endpoints_and_tls(parsed.rdzv_endpoint, backend)
     except UsageError as error:
         raise UsageError(f"--rdzv-endpoint {error}") from None
     user, password = _credentials(conf, environ, cwd) if backend == "etcd" else (None, None)
@@ -121,10 +121,10 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
         Rendezvous(
             backend=backend,
             endpoints=endpoints,
-            tls=_tls(conf, secure, cwd),
+            tls=_tls_files(conf, secure, cwd),
             user=user,
             password=password,
-            is_host=_is_host(conf),
+            is_host=_parse_is_host(conf),
             local_addr=parsed.local_addr or None,
             node=parsed.node_id,
             node_rank=node_rank,
@@ -140,7 +140,7 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
 # ---- by which backend
 
 
-def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
+def _choose_backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
     """The store; "memory" for one node without a rendezvous."""
     name, endpoint, nodes = parsed.rdzv_backend, parsed.rdzv_endpoint, f"--nnodes {parsed.nnodes}"
     if parsed.standalone:
@@ -191,7 +191,7 @@ def _static_as_c10d(parsed: Namespace, low: int, high: int) -> Namespace:
 # ---- where
 
 
-def parse_endpoints(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...], bool | None]:
+def parse_endpoints_and_tls(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...], bool | None]:
     """The addresses, and whether they want TLS: None where no scheme says so."""
     items = [item.strip() for item in text.split(",")]
     if backend == "c10d" and len(items) > 1:
@@ -203,13 +203,13 @@ def parse_endpoints(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...
             known = "nothing goes before the host" if backend == "c10d" else "http:// or https:// is"
             raise UsageError(f"{item!r}: {scheme}:// is not understood for {backend}; {known}")
         schemes.add(scheme.lower())
-        endpoints.append(_endpoint(rest.removesuffix("/") if mark else rest, DEFAULT_PORTS[backend]))
+        endpoints.append(_parse_store_endpoint(rest.removesuffix("/") if mark else rest, DEFAULT_PORTS[backend]))
     if len(schemes) > 1:
         raise UsageError(f"{text!r}: write https:// before all of them, or before none")
     return tuple(dict.fromkeys(endpoints)), {"": None, "http": False, "https": True}[schemes.pop()]
 
 
-def _endpoint(text: str, default_port: int) -> tuple[str, int]:
+def _parse_store_endpoint(text: str, default_port: int) -> tuple[str, int]:
     """Return host and port. A user name in the address is refused, since addresses are logged."""
     if "@" in text:
         raise UsageError("holds a user name: give --rdzv-conf user=NAME,password_file=FILE instead")
@@ -222,7 +222,7 @@ def _endpoint(text: str, default_port: int) -> tuple[str, int]:
 # ---- --rdzv-conf
 
 
-def _conf(text: str) -> dict[str, str]:
+def _parse_conf(text: str) -> dict[str, str]:
     """Return the keys of --rdzv-conf. Unknown keys are refused with the nearest known one, as a misspelled time would
     be ignored.
     """
@@ -232,8 +232,8 @@ def _conf(text: str) -> dict[str, str]:
         key, _, value = (part.strip() for part in pair.partition("="))
         if not key or not value:
             raise UsageError(f"--rdzv-conf: {pair!r} is not KEY=VALUE")
-        if key not in KEYS:
-            known = did_you_mean(key, KEYS, f"there are {', '.join(sorted(KEYS))}")
+        if key not in CONF_KEYS:
+            known = did_you_mean(key, CONF_KEYS, f"there are {', '.join(sorted(CONF_KEYS))}")
             raise UsageError(f"--rdzv-conf: unknown key {key!r}; {known}")
         if conf.setdefault(key, value) != value:
             raise UsageError(f"--rdzv-conf: {key} is given twice")
@@ -243,8 +243,8 @@ def _conf(text: str) -> dict[str, str]:
 def _check_keys_of_backend(conf: Mapping[str, str], backend: str) -> None:
     """Refuse keys that the chosen backend would ignore."""
     for key in conf:
-        if key in (_ETCD if backend == "c10d" else _C10D):
-            raise UsageError(f"--rdzv-conf: {key} is for {'etcd' if key in _ETCD else 'c10d'}, not for {backend}")
+        if key in (_ETCD_KEYS if backend == "c10d" else _C10D_KEYS):
+            raise UsageError(f"--rdzv-conf: {key} is for {'etcd' if key in _ETCD_KEYS else 'c10d'}, not for {backend}")
     if conf.get("store_type", "tcp").lower() != "tcp":
         raise UsageError(f"--rdzv-conf: store_type={conf['store_type']} is not supported; nodes meet over tcp")
 
@@ -260,14 +260,14 @@ def _policy_fields(conf: Mapping[str, str], parsed: Namespace) -> dict[str, floa
         numbers[field], sources[field] = value, source
 
     for key, text in conf.items():
-        if key in _SECONDS:
-            take(_SECONDS[key], _number(key, text), f"{key}={text}")
+        if key in _TIME_FIELDS:
+            take(_TIME_FIELDS[key], _parse_number(key, text), f"{key}={text}")
     for field in ("replace_timeout_s", "hold_timeout_s"):
         given = getattr(parsed, field.removesuffix("_s"))
         if given is not None:
             take(field, given, f"--{field.removesuffix('_s').replace('_', '-')} {given:g}")
     if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
-        attempts = conf.get("keep_alive_max_attempt", str(KEEP_ALIVE_ATTEMPTS))
+        attempts = conf.get("keep_alive_max_attempt", str(DEFAULT_KEEP_ALIVE_ATTEMPTS))
         if not re.fullmatch("[0-9]{1,6}", attempts) or int(attempts) < 1:
             raise UsageError(f"--rdzv-conf: keep_alive_max_attempt={attempts} must be a whole number, at least 1")
         lease = int(attempts) * numbers.setdefault("renewal_s", Policy().renewal_s)
@@ -275,14 +275,14 @@ def _policy_fields(conf: Mapping[str, str], parsed: Namespace) -> dict[str, floa
     return numbers
 
 
-def _number(key: str, text: str) -> float:
+def _parse_number(key: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise UsageError(f"--rdzv-conf: {key}={text} must be a number") from None
 
 
-def _is_host(conf: Mapping[str, str]) -> bool | None:
+def _parse_is_host(conf: Mapping[str, str]) -> bool | None:
     text = conf.get("is_host")
     if text is None:
         return None
@@ -294,7 +294,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 # ---- TLS and credentials
 
 
-def _tls(conf: Mapping[str, str], secure: bool | None, cwd: Path) -> Tls | None:
+def _tls_files(conf: Mapping[str, str], secure: bool | None, cwd: Path) -> Tls | None:
     """Return the TLS files, by torchrun's names or etcd's; None without TLS. Raises UsageError for contradictions."""
     protocol = conf.get("protocol", "").lower()
     if protocol not in ("", "http", "https"):
@@ -302,9 +302,9 @@ def _tls(conf: Mapping[str, str], secure: bool | None, cwd: Path) -> Tls | None:
     if secure is not None and protocol and secure != (protocol == "https"):
         raise UsageError(f"--rdzv-conf: protocol={protocol} contradicts the scheme of --rdzv-endpoint")
     files: dict[str, Path] = {}
-    used = [key for key in conf if key in _FILES]
+    used = [key for key in conf if key in _TLS_FIELDS]
     for key in used:
-        if files.setdefault(_FILES[key], cwd / conf[key]) != cwd / conf[key]:
+        if files.setdefault(_TLS_FIELDS[key], cwd / conf[key]) != cwd / conf[key]:
             raise UsageError(f"--rdzv-conf: {key} is given twice, under two names")
     if secure is False or protocol == "http":
         if files:

@@ -36,7 +36,7 @@ from elasticd_agent.model.phrases import did_you_mean
 from elasticd_agent.system.durations import parse_duration
 from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 
-_HEAD = """\
+_USAGE_HEAD = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
 
 Runs SCRIPT in several worker processes, as torchrun does, and restarts them in a fraction of a second when one fails.
@@ -71,15 +71,15 @@ def build_parser(environ: Mapping[str, str]) -> RunParser:
     """The parser; PET_ variables in `environ` are its defaults. Raises UsageError when one of them makes no sense."""
     parser = RunParser(prog="elasticd run")
     for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS):
-        default = _default(flag, environ)
+        default = _default_or_variable(flag, environ)
         if flag.value_type is ValueType.SWITCH:
-            parser.add_argument(*flag.names, action="store_true", default=default)
+            parser.add_argument(*flag.all_spellings, action="store_true", default=default)
         else:
             parser.add_argument(
-                *flag.names,
-                action="append" if flag.repeatable else "store",
-                type=_TYPES[flag.value_type],
-                default=None if flag.repeatable else default,
+                *flag.all_spellings,
+                action="append" if flag.is_repeatable else "store",
+                type=_PARSERS[flag.value_type],
+                default=None if flag.is_repeatable else default,
                 choices=flag.choices,
             )
     parser.add_argument("training_script", type=str)
@@ -94,16 +94,16 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
     """
     parsed, unknown = build_parser(environ).parse_known_args(list(argv))
     if unknown:
-        raise UsageError(_unknown(unknown[0]))
+        raise UsageError(_unknown_option_error(unknown[0]))
     for flag in TORCHRUN_FLAGS:
         if flag.treatment is Treatment.REFUSED and getattr(parsed, flag.dest) != flag.default:
-            raise UsageError(f"{flag.spellings[-1]} is not supported: {flag.help}")
+            raise UsageError(f"{flag.documented_spellings[-1]} is not supported: {flag.help}")
     options = read_rendezvous(parsed, environ, cwd)
     given = {field: getattr(parsed, option, None) for option, field in POLICY_FIELDS.items()}
-    given |= {"shutdown_timeout_s": _shutdown_timeout(parsed, environ), **options.policy_fields}
+    given |= {"shutdown_timeout_s": _shutdown_timeout_s(parsed, environ), **options.policy_fields}
     policy = policy_with({field: value for field, value in given.items() if value is not None})
     settings = AgentSettings(
-        event_log=_path(parsed.event_log, cwd),
+        event_log=_absolute_path(parsed.event_log, cwd),
         metrics_port=parsed.metrics_port,
         metrics_addr=parsed.metrics_addr,
         quiet=parsed.quiet,
@@ -126,11 +126,11 @@ def help_text() -> str:
         return "\n".join([f"\n{title}:", *(entry(flag) for flag in flags)])
 
     honored = [flag for flag in TORCHRUN_FLAGS if flag.treatment is Treatment.HONORED]
-    idle = ", ".join(flag.spellings[-1] for flag in TORCHRUN_FLAGS if flag.treatment is Treatment.NO_EFFECT)
-    refused = ", ".join(flag.spellings[-1] for flag in TORCHRUN_FLAGS if flag.treatment is Treatment.REFUSED)
+    idle = ", ".join(flag.documented_spellings[-1] for flag in TORCHRUN_FLAGS if flag.treatment is Treatment.NO_EFFECT)
+    refused = ", ".join(flag.documented_spellings[-1] for flag in TORCHRUN_FLAGS if flag.treatment is Treatment.REFUSED)
     return "\n".join(
         [
-            _HEAD.rstrip("\n"),
+            _USAGE_HEAD.rstrip("\n"),
             section("elasticd's own options", ELASTICD_FLAGS),
             section("torchrun's options (or their PET_ variables)", honored),
             f"\nAccepted, without effect: {idle}.\nRefused, each with its reason:\n{refused}.\n",
@@ -141,37 +141,37 @@ def help_text() -> str:
 # ---- values
 
 
-def _comma_separated(text: str) -> tuple[str, ...]:
+def _parse_list(text: str) -> tuple[str, ...]:
     """Split a list at its commas; a doubled comma is one that belongs to an item."""
     return tuple(item.replace("\0", ",") for item in text.replace(",,", "\0").split(","))
 
 
-_comma_separated.__name__ = "list"  # argparse puts it into "invalid … value"
+_parse_list.__name__ = "list"  # argparse puts it into "invalid … value"
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time as in 500ms, 5s, 2m or 1.5h") from None
 
 
-_TYPES: Mapping[ValueType, Any] = {
+_PARSERS: Mapping[ValueType, Any] = {
     ValueType.TEXT: str,
     ValueType.INT: int,
     ValueType.FLOAT: float,
-    ValueType.DURATION: _seconds,
-    ValueType.LIST: _comma_separated,
+    ValueType.DURATION: _parse_seconds,
+    ValueType.LIST: _parse_list,
 }
 
 
-def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
+def _default_or_variable(flag: Flag, environ: Mapping[str, str]) -> Any:
     """Return a flag's default, or the value of its PET_ variable. Raises UsageError where that makes no sense."""
     text = environ.get(flag.variable) if flag.variable else None
     if text is None:
         return flag.default
     try:
-        value = bool(int(text)) if flag.value_type is ValueType.SWITCH else _TYPES[flag.value_type](text)
+        value = bool(int(text)) if flag.value_type is ValueType.SWITCH else _PARSERS[flag.value_type](text)
     except ValueError:
         expected = "1 or 0" if flag.value_type is ValueType.SWITCH else f"a valid {flag.value_type.value}"
         raise UsageError(f"{flag.variable}={text!r} must be {expected}") from None
@@ -180,7 +180,7 @@ def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
     return value
 
 
-_OTHER_LAUNCHERS = {  # of deepspeed and accelerate launch
+_OTHER_LAUNCHERS_OPTIONS = {  # of deepspeed and accelerate launch
     **dict.fromkeys(("num-gpus", "num-accelerators", "num-processes"), "--nproc-per-node N, for each node"),
     **dict.fromkeys(("num-nodes", "num-machines"), "--nnodes N"),
     **dict.fromkeys(("hostfile", "include", "exclude"), "the same command on each node, with --rdzv-endpoint"),
@@ -190,15 +190,15 @@ _OTHER_LAUNCHERS = {  # of deepspeed and accelerate launch
 }
 
 
-def _unknown(option: str) -> str:
+def _unknown_option_error(option: str) -> str:
     spelled = option.split("=", 1)[0]
-    if instead := _OTHER_LAUNCHERS.get(spelled.lstrip("-").replace("_", "-")):
+    if instead := _OTHER_LAUNCHERS_OPTIONS.get(spelled.lstrip("-").replace("_", "-")):
         return f"{spelled} is another launcher's option; write {instead}"
-    names = [name for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) for name in flag.spellings]
+    names = [name for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) for name in flag.documented_spellings]
     return f"unknown option {spelled}; {did_you_mean(spelled, names, 'elasticd run --help lists them')}"
 
 
-def _path(text: str | None, cwd: Path) -> Path | None:
+def _absolute_path(text: str | None, cwd: Path) -> Path | None:
     return None if text is None else cwd / text
 
 
@@ -207,7 +207,7 @@ def _path(text: str | None, cwd: Path) -> Path | None:
 
 def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: Mapping[str, str], cwd: Path) -> JobSpec:
     """Return the job that the options describe, with paths made absolute and ids chosen."""
-    low, high = _workers(parsed.nproc_per_node, environ)
+    low, high = _parse_nproc(parsed.nproc_per_node, environ)
     # torchrun leaves every GPU visible to every worker; we do, too, unless slots can be set aside or have one GPU each.
     slots = high + (parsed.spares if options.rendezvous.max_nodes == 1 else 0)
     gpus = visible_gpus(environ) if low < slots or parsed.virtual_local_rank else ()
@@ -216,7 +216,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
     mode = _mode(parsed)
     if parsed.integrate == "auto":
         _check_integration(parsed, mode, low < high or options.rendezvous.min_nodes < options.rendezvous.max_nodes)
-    address, port = _store_address(parsed) if options.rendezvous.backend == "memory" else ("localhost", None)
+    address, port = _round_store_address(parsed) if options.rendezvous.backend == "memory" else ("localhost", None)
     if parsed.log_dir == os.devnull and (parsed.redirects, parsed.tee) != ("0", "0"):
         raise UsageError(f"--log-dir {os.devnull} keeps no log files: --redirects and --tee have nothing to write to")
     return JobSpec(
@@ -233,12 +233,12 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         spares=parsed.spares,
         devices=gpus[:slots] if len(gpus) >= slots else (),
         checkpoint_dir=None if parsed.checkpoint_dir is None else resolve(cwd / parsed.checkpoint_dir),
-        preload=_modules(parsed.preload or []),
+        preload=_parse_preload(parsed.preload or []),
         integrate=parsed.integrate == "auto",
-        log_dir=_path(parsed.log_dir, cwd),
-        redirects=_streams("--redirects", parsed.redirects, high),
-        tee=_streams("--tee", parsed.tee, high),
-        local_ranks_filter=_ranks(parsed.local_ranks_filter),
+        log_dir=_absolute_path(parsed.log_dir, cwd),
+        redirects=_parse_streams("--redirects", parsed.redirects, high),
+        tee=_parse_streams("--tee", parsed.tee, high),
+        local_ranks_filter=_parse_local_ranks(parsed.local_ranks_filter),
         duplicate_stdout_filters=parsed.duplicate_stdout_filters,
         duplicate_stderr_filters=parsed.duplicate_stderr_filters,
         master_addr=address,
@@ -250,11 +250,11 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
     )
 
 
-def _check_integration(parsed: argparse.Namespace, mode: Mode, changes: bool) -> None:
+def _check_integration(parsed: argparse.Namespace, mode: Mode, world_size_varies: bool) -> None:
     """Refuse what the callbacks' defaults cannot keep: the global batch follows from the number of ranks."""
     if parsed.checkpoint_dir is None:
         raise UsageError("--integrate auto needs --checkpoint-dir, where the callbacks save")
-    if changes:
+    if world_size_varies:
         raise UsageError(
             "--integrate auto takes the global batch from the number of workers, and a range lets that change: give "
             "one number, or write the callback with global_batch= into the script (elasticd docs frameworks)"
@@ -271,16 +271,18 @@ def _mode(parsed: argparse.Namespace) -> Mode:
     return Mode.EXEC if parsed.no_python else Mode.MODULE if parsed.module else Mode.SCRIPT
 
 
-def _workers(text: str, environ: Mapping[str, str]) -> tuple[int, int]:
+def _parse_nproc(text: str, environ: Mapping[str, str]) -> tuple[int, int]:
     """Return the least and the most workers of this node, from a number, a range, or torchrun's words."""
-    counts = [str(_devices(word, environ)) if word in ("gpu", "cpu", "auto") else word for word in text.split(":")]
+    counts = [
+        str(_count_devices(word, environ)) if word in ("gpu", "cpu", "auto") else word for word in text.split(":")
+    ]
     try:
         return parse_count_range(":".join(counts))
     except ValueError as error:
         raise UsageError(f"--nproc-per-node {error}") from None
 
 
-def _devices(kind: str, environ: Mapping[str, str]) -> int:
+def _count_devices(kind: str, environ: Mapping[str, str]) -> int:
     """Return how many workers `gpu`, `cpu` or `auto` mean on this machine."""
     gpus = 0 if kind == "cpu" else len(visible_gpus(environ))
     if kind == "gpu" and not gpus:
@@ -288,7 +290,7 @@ def _devices(kind: str, environ: Mapping[str, str]) -> int:
     return gpus or cpu_count()
 
 
-def _store_address(parsed: argparse.Namespace) -> tuple[str, int | None]:
+def _round_store_address(parsed: argparse.Namespace) -> tuple[str, int | None]:
     """The address where the workers' store listens, and MASTER_ADDR, on one node: torchrun's rules."""
     if parsed.standalone or parsed.rdzv_backend != "static":
         return "localhost", None
@@ -304,7 +306,7 @@ def _store_address(parsed: argparse.Namespace) -> tuple[str, int | None]:
     return address.strip("[]") or "localhost", number or None
 
 
-def _streams(option: str, text: str, workers: int) -> dict[int, Streams]:
+def _parse_streams(option: str, text: str, workers: int) -> dict[int, Streams]:
     """Return the streams that go to a file or to the console, by local rank."""
     if re.fullmatch("[0-3]", text):
         return dict.fromkeys(range(workers), Streams(int(text))) if text != "0" else {}
@@ -314,7 +316,7 @@ def _streams(option: str, text: str, workers: int) -> dict[int, Streams]:
     return {int(rank): Streams(int(streams)) for rank, streams in pairs}
 
 
-def _ranks(text: str) -> frozenset[int] | None:
+def _parse_local_ranks(text: str) -> frozenset[int] | None:
     """Return the local ranks whose output is shown; None for all."""
     if not text:
         return None
@@ -324,14 +326,14 @@ def _ranks(text: str) -> frozenset[int] | None:
     return frozenset(map(int, items))
 
 
-def _modules(given: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+def _parse_preload(given: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     try:
         return preloaded_modules(name for group in given for name in group)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
 
 
-def _shutdown_timeout(parsed: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
+def _shutdown_timeout_s(parsed: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
     """None: Policy's default."""
     name, seconds = "--shutdown-timeout", parsed.shutdown_timeout
     if seconds is None:

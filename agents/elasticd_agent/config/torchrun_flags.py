@@ -143,14 +143,14 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         "--logs-specs NAME",
         "torch's log plug-ins run inside torchrun's process; --log-dir, --redirects and --tee say where logs go.",
         treatment=Treatment.REFUSED,
-        env=False,
+        has_variable=False,
     ),
     Flag(
         "--print-completion SHELL",
         "Of torch 2.14 and newer. elasticd has no scripts for shells.",
         treatment=Treatment.REFUSED,
         choices=("bash", "zsh", "tcsh", "fish", "powershell"),
-        env=False,
+        has_variable=False,
     ),
     Flag(
         "--numa-binding MODE",
@@ -158,7 +158,7 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         "share of the node's cores (exclusive), or the cores of one L3 cache (core-complex). Workers without GPUs are "
         "spread over the nodes. numactl is not needed.",
         choices=("node", "socket", "exclusive", "core-complex"),
-        env=False,
+        has_variable=False,
     ),
     Flag(
         "--signals-to-handle NAMES",

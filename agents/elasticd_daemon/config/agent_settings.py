@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from elasticd_agent.config.quantities import MAX_SLOTS, Seconds, Size
+from elasticd_agent.config.quantities import MAX_SLOTS_PER_NODE, Seconds, Size
 from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 from elasticd_daemon.config.decode import RELOADABLE
 from elasticd_daemon.config.job_file import CpuWeight, Pids
@@ -218,7 +218,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     node: Annotated[str, "The node's unique name. Not given: the host name.", '"node-17"']
     slots: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_SLOTS)] | Literal["auto"],
+        Annotated[int, Meta(ge=1, le=MAX_SLOTS_PER_NODE)] | Literal["auto"],
         "Workers this node takes at once. auto: one per GPU, or per CPU where there is no GPU.",
     ] = "auto"
     labels: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.rendezvous_options import parse_endpoints
+from elasticd_agent.config.rendezvous_options import parse_endpoints_and_tls
 from elasticd_agent.config.run_model import policy_with
 from elasticd_agent.model.job import Policy, Rendezvous, Tls
 from elasticd_agent.system.files import read_secret
@@ -31,7 +31,7 @@ def store_rendezvous(settings: NodeSettings) -> Rendezvous:
         if "@" in endpoint:
             raise ConfigError("store.endpoints", "hold a user; write user and password_file instead")
     try:
-        endpoints, secure = parse_endpoints(",".join(store.endpoints), "etcd")
+        endpoints, secure = parse_endpoints_and_tls(",".join(store.endpoints), "etcd")
     except UsageError as error:
         raise ConfigError("store.endpoints", str(error)) from None
     files = {"ca": store.ca, "cert": store.cert, "key": store.key}
