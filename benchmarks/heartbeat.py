@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elasticd.heartbeat import record as heartbeat
-from elasticd.heartbeat.collectives import Collectives
+from elasticd.heartbeat.collectives import CollectiveCounter
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
 from elasticd.heartbeat.record import HeartbeatWriter
 from elasticd.heartbeat.recorders import flight_recorder_dump
@@ -64,7 +64,7 @@ def hook_of(writer: HeartbeatWriter) -> Callable[[], None]:
 
 def step_of(writer: HeartbeatWriter) -> Callable[[], None]:
     """The heartbeat's part of `session.step()`."""
-    issued = Collectives().issued
+    issued = CollectiveCounter().issued
     return lambda: writer.step(7, issued=issued())
 
 
@@ -114,7 +114,7 @@ def main() -> None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
         for _ in range(2000):  # as many as the flight recorder keeps
             dist.all_reduce(torch.ones(1))
-        row("sequence number of the process group", samples(Collectives().issued))
+        row("sequence number of the process group", samples(CollectiveCounter().issued))
         session = row("session's heartbeat", samples(step_of(writer)))
         fresh = folder / "hooked"
         heartbeat.create(fresh)

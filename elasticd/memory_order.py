@@ -21,24 +21,24 @@ import time
 
 _GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 2, 4
 """linux/membarrier.h; Linux 4.16"""
-_MEMBARRIER = {"aarch64": 283, "riscv64": 283}
+_MEMBARRIER_NUMBERS = {"aarch64": 283, "riscv64": 283}
 """The number of the call where stores may become visible in another order; libc has no function for it."""
-_VISIBLE_S = 0.001
+_VISIBLE_AFTER_S = 0.001
 """The wait in place of a forbidden call (an old seccomp profile): a store is visible to all cores long before."""
-_number = _MEMBARRIER.get(os.uname().machine, 0)
+_membarrier_number = _MEMBARRIER_NUMBERS.get(os.uname().machine, 0)
 
 
 def register_writer() -> None:
     """Let readers order the stores of this process."""
-    if _number:
+    if _membarrier_number:
         _membarrier(_REGISTER_GLOBAL_EXPEDITED)
 
 
 def order_stores() -> None:
     """Make all stores that writers have executed so far visible to what this process reads from now on."""
-    if _number and not _membarrier(_GLOBAL_EXPEDITED):
-        time.sleep(_VISIBLE_S)
+    if _membarrier_number and not _membarrier(_GLOBAL_EXPEDITED):
+        time.sleep(_VISIBLE_AFTER_S)
 
 
 def _membarrier(command: int) -> bool:
-    return bool(ctypes.CDLL(None).syscall(_number, command, 0, 0) == 0)
+    return bool(ctypes.CDLL(None).syscall(_membarrier_number, command, 0, 0) == 0)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 
 from elasticd.errors import SamplerError
 from elasticd.order import GivenOrder, length
-from elasticd.shuffle import ALGORITHM, LARGEST, Permutation
+from elasticd.shuffle import ALGORITHM, MAX_LENGTH, Permutation
 
 # Positions shuffled at a time: a call into torch costs 0.3 ms, and 0.15 ms more for each thousand of them. The first
 # chunk is small so that the first batch after a restart does not wait for later ones.
@@ -533,7 +533,7 @@ def _length(dataset: Sized | int) -> int:
                 f"{type(dataset).__name__} has no length: the sampler needs a map-style dataset (__len__ and "
                 "__getitem__) or the number of samples"
             ) from error
-    if not 1 <= size <= LARGEST:
+    if not 1 <= size <= MAX_LENGTH:
         raise SamplerError(f"the dataset has {size} samples; the sampler needs at least one, and at most 2**62")
     return size
 

@@ -39,7 +39,7 @@ from elasticd.coordination.store_channel import StoreChannel, default_timeout_s,
 from elasticd.errors import CheckpointError, CheckpointRefused, UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events
-from elasticd.heartbeat.collectives import Collectives, is_only_group
+from elasticd.heartbeat.collectives import CollectiveCounter, only_default_group_exists
 from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import Phase
 from elasticd.heartbeat.scalars import ScalarSampler
@@ -106,7 +106,7 @@ class Session:
         self._timeout, self._decision_timeout = timeout, decision_timeout
         self._launch = launch_channel.from_environment()
         self._heartbeat = heartbeat.from_environment()
-        self._issued = Collectives().issued
+        self._issued = CollectiveCounter().issued
         self._main_thread = MainThread()
         self._is_ahead = newcomer.is_newcomer()
         """This process has no round before its entry."""
@@ -657,7 +657,7 @@ class Session:
             holder.drop_if_changed()
         self._launch.follow(release)
         self._is_ahead, self._has_left = False, True
-        self._heartbeat.follow(os.environ["ELASTICD_HEARTBEAT"])
+        self._heartbeat.switch_file(os.environ["ELASTICD_HEARTBEAT"])
         environment = process_group.read_environment()
         if holder is not None:
             holder.join_round(environment.round)
@@ -788,7 +788,7 @@ class Session:
             "" if name is None else name[:64],
             issued=issued,
             issued_in_step=issued - self._issued_at_step if issued >= self._issued_at_step >= 0 else -1,
-            collective=self._main_thread.collective() if is_only_group() else "",
+            collective=self._main_thread.awaited_collective() if only_default_group_exists() else "",
             wait=wait.number if wait else 0,
             call=wait.call if wait else "",
             key=wait.key if wait else "",
@@ -896,7 +896,7 @@ class Session:
 
     def _stop_reason(self) -> str:
         self._launch.check()
-        if self._heartbeat.request & heartbeat.REQUEST_KIND == heartbeat.STOP:
+        if self._heartbeat.request & heartbeat.REQUEST_KIND_MASK == heartbeat.STOP:
             return "the agent requested a stop"
         # Under an agent the agent decides: batch systems signal every process of a job, also where only one node has to
         # leave, and a script that stops by itself has succeeded.

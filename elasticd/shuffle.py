@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALGORITHM = "feistel-1"
-LARGEST = 2**62  # both halves of the grid then fit into 31 bits, so no product below leaves 63 bits
-_WORD = 0xFFFFFFFF
+MAX_LENGTH = 2**62  # both halves of the grid then fit into 31 bits, so no product below leaves 63 bits
+_WORD_MASK = 0xFFFFFFFF
 
 
 class Permutation:
@@ -70,7 +70,7 @@ class Permutation:
 def _mix(h: Tensor) -> Tensor:
     # Both factors are below 2**30 and h is below 2**32: the products are exact in a signed 64-bit integer.
     h = h ^ (h >> 15)
-    h = (h * 0x2C1B3C6D) & _WORD
+    h = (h * 0x2C1B3C6D) & _WORD_MASK
     h = h ^ (h >> 12)
-    h = (h * 0x297A2D39) & _WORD
+    h = (h * 0x297A2D39) & _WORD_MASK
     return h ^ (h >> 15)

@@ -170,7 +170,7 @@ def recorder() -> Result:
     dist = join()
     torch = module("torch")
 
-    from elasticd.heartbeat.recorders import GroupCounts, flight_recorder_dump
+    from elasticd.heartbeat.recorders import GroupCountReader, flight_recorder_dump
 
     x = torch.ones(1 << 20, device=DEVICE)
     dist.all_reduce(x)
@@ -178,7 +178,7 @@ def recorder() -> Result:
         torch.cuda.synchronize()
         torch.cuda._sleep(3 * CYCLES_PER_S)
     dist.all_reduce(x, async_op=True)
-    counts = GroupCounts()
+    counts = GroupCountReader()
     groups = counts.read(8)
     began = time.monotonic()
     for _ in range(100):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from elasticd.coordination.decisions import Action
 from elasticd.errors import UsageError
-from elasticd.heartbeat.record import ALL_STAY, PAUSE, REQUEST_KIND, HeartbeatWriter
+from elasticd.heartbeat.record import ALL_STAY_FLAG, PAUSE, REQUEST_KIND_MASK, HeartbeatWriter
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -54,7 +54,7 @@ class PauseController:
             self._ability_announced = True
             self.events.write("can_pause", "can pause at the end of a step, right after a checkpoint", step)
         request = self.heartbeat.request
-        if request & REQUEST_KIND != PAUSE:
+        if request & REQUEST_KIND_MASK != PAUSE:
             self._answered_request = 0
             return False
         if request == self._answered_request:
@@ -67,7 +67,7 @@ class PauseController:
     @property
     def all_stay(self) -> bool:
         """No node leaves in the pause that is requested."""
-        return bool(self._open_request & ALL_STAY)
+        return bool(self._open_request & ALL_STAY_FLAG)
 
     def wait(self, step: int, saved: bool, stop_reason: Callable[[], str]) -> tuple[Action, str]:
         """Wait until the pause is over; what all ranks do next, and why. `stop`: why they should stop, or ""."""

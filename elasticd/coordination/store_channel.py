@@ -25,7 +25,7 @@ from elasticd.bounded_json import JsonObject
 from elasticd.coordination.missed_call import MissedCallDetector, SessionWait
 from elasticd.coordination.rank_status import RankStatus, StatusReader, new_connection
 from elasticd.errors import DecisionTimeout, ElasticdError
-from elasticd.heartbeat.collectives import default_group, timeout_ms
+from elasticd.heartbeat.collectives import default_group, group_timeout_ms
 from elasticd.heartbeat.record import HeartbeatWriter, NullHeartbeat
 
 # The longest wait inside torch: after it a signal handler gets its turn. torch prints two lines for each wait that
@@ -234,7 +234,7 @@ def default_timeout_s() -> float:
 
     A shorter wait would end jobs that torch lets wait, such as for the evaluation of one rank.
     """
-    return max(timeout_ms(default_group()) / 1000, LEAST_DEFAULT_TIMEOUT_S)
+    return max(group_timeout_ms(default_group()) / 1000, LEAST_DEFAULT_TIMEOUT_S)
 
 
 def open_channel(

@@ -11,20 +11,20 @@ import sys
 from typing import Any
 
 UNKNOWN = -1
-_C10D = "torch.distributed.distributed_c10d"
-MOST_TIMEOUTS = 16
+_C10D_MODULE = "torch.distributed.distributed_c10d"
+MAX_GROUPS_READ = 16
 
 
 def default_group() -> Any:
     """The default process group, None while there is none. Drop it soon: the last reference destroys it."""
-    c10d: Any = sys.modules.get(_C10D)
+    c10d: Any = sys.modules.get(_C10D_MODULE)
     try:
         return None if c10d is None else c10d.GroupMember.WORLD
     except (AttributeError, NameError):  # it is being imported
         return None
 
 
-class Collectives:
+class CollectiveCounter:
     """Counts what the default process group has issued."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Collectives:
         """The collectives issued so far; -1 while there is no group that counts. It runs once a step, so it calls no
         function of ours."""
         if self._c10d is None:
-            self._c10d = sys.modules.get(_C10D)
+            self._c10d = sys.modules.get(_C10D_MODULE)
             if self._c10d is None:
                 return UNKNOWN
         group = None
@@ -57,15 +57,15 @@ class Collectives:
         self._uncounted = 0
 
 
-def is_only_group() -> bool:
+def only_default_group_exists() -> bool:
     """True if the default group is the only one, so that every collective is one of all ranks."""
     try:
-        return len(sys.modules[_C10D]._world.pg_map) == 1
+        return len(sys.modules[_C10D_MODULE]._world.pg_map) == 1
     except (AttributeError, KeyError, NameError):  # not imported, or it is being imported
         return False
 
 
-def timeout_ms(group: Any) -> int:
+def group_timeout_ms(group: Any) -> int:
     """The longest timeout of the group's backends; 0 if unknown."""
     try:
         backends = [group._get_backend(device) for device in group._device_types]
@@ -78,10 +78,10 @@ def longest_timeout_ms(default: Any) -> int:
     """The longest timeout of the process groups, as far as they are few; that of the default one if more is not
     known."""
     try:
-        groups = list(sys.modules[_C10D]._world.pg_map)[:MOST_TIMEOUTS]
+        groups = list(sys.modules[_C10D_MODULE]._world.pg_map)[:MAX_GROUPS_READ]
     except Exception:  # noqa: BLE001 as above
         groups = []
-    return max(map(timeout_ms, [default, *groups]))
+    return max(map(group_timeout_ms, [default, *groups]))
 
 
 def process_group_table(rank: str, world_size: str) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def process_group_table(rank: str, world_size: str) -> list[dict[str, Any]]:
     called by RPC. The default group is the job's if it has this rank and size, which the agent gave.
     """
     try:
-        world = sys.modules[_C10D]._world
+        world = sys.modules[_C10D_MODULE]._world
         default = world.default_pg
         rpc = sys.modules.get("torch.distributed.rpc.api")
         called = rpc is not None and rpc._is_current_rpc_agent_set()

@@ -14,7 +14,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Protocol
 
-CONNECTION_LOST = ("closed by peer", "reset by peer", "broken pipe", "connection was likely closed")
+CONNECTION_LOST_PHRASES = ("closed by peer", "reset by peer", "broken pipe", "connection was likely closed")
 """Words of gloo, torch's store and the kernel, in lower case: the process at the other end is gone."""
 _MESSAGE_CHARACTERS = 1000
 _MAX_BASES = 8

@@ -19,7 +19,7 @@ nothing."""
 _DDP_FILES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
 _C10D_FILE = "/torch/distributed/distributed_c10d.py"
 _C10D_WRAPPER = "/torch/distributed/c10d_logger.py"
-_ALL_RANKS = (
+_ALL_RANKS_COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
 )
@@ -33,7 +33,7 @@ class MainThread:
         self._id = threading.main_thread().ident or 0
         self._clock = time.pthread_getcpuclockid(self._id)
 
-    def used_ns(self) -> int:
+    def cpu_time_ns(self) -> int:
         """The thread's processor time; 0 once it has ended."""
         try:
             return time.clock_gettime_ns(self._clock)
@@ -47,10 +47,10 @@ class MainThread:
             return "", "", (0, 0)
         return frame.f_code.co_filename, frame.f_code.co_name, (id(frame.f_code), frame.f_lasti)
 
-    def waits(self, file: str, used_ns: int) -> bool:
+    def waits_for_ranks(self, file: str, cpu_time_ns: int) -> bool:
         """It waits for others: by its file, and by its processor time before the file was read."""
         if file.endswith(_BACKWARD_FILES):
-            return used_ns == self.used_ns()
+            return cpu_time_ns == self.cpu_time_ns()
         return any(part in file for part in _WAITING_FILES)
 
     def wait_arguments(self) -> tuple[Any, Any]:
@@ -65,14 +65,14 @@ class MainThread:
             frame = frame.f_back
         return timeout, group
 
-    def collective(self) -> str:
+    def awaited_collective(self) -> str:
         """The collective in which it waits for all ranks of a group, "" where that is not certain."""
-        used_ns = self.used_ns()
+        cpu_time_ns = self.cpu_time_ns()
         file, function, _ = self.position()
-        if not self.waits(file, used_ns):
+        if not self.waits_for_ranks(file, cpu_time_ns):
             return ""
         if file.endswith(_C10D_FILE):
-            return function if function in _ALL_RANKS else ""
+            return function if function in _ALL_RANKS_COLLECTIVES else ""
         if file.endswith(_DDP_FILES):
             return "DDP's forward"
         return "DDP's backward" if file.endswith(_BACKWARD_FILES) else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elasticd.heartbeat.collectives import Collectives
+from elasticd.heartbeat.collectives import CollectiveCounter
 from elasticd.heartbeat.record import HeartbeatWriter
 
 
@@ -27,7 +27,7 @@ def install_optimizer_hook(writer: HeartbeatWriter, register: Callable[[Any], An
     first = 0  # the id of the optimizer that began this step
     others: set[int] = set()  # those that stepped after it
     steps = 0
-    write = writer.hook_step(Collectives().issued)
+    write = writer.make_step_hook(CollectiveCounter().issued)
 
     def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal first, steps

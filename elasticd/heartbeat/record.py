@@ -25,7 +25,7 @@ and are guarded by `seq`; `memory_order` says why that is enough where stores ar
     88    u64  first_step_ns *           CLOCK_MONOTONIC of this process's first step, 0 before
     96    u64  started_ns                CLOCK_MONOTONIC of the first map, 0 before
     104   u32  phase *                   see Phase
-    108   u32  source *                  see Source: what counts the steps
+    108   u32  source *                  see StepSource: what counts the steps
     112   64s  barrier *                 name of the barrier it waits at, UTF-8, zero-padded
     176   u64  barrier_ms *              the timeout that the script gave this barrier, 0 if none
     184   u64  pid                       the process that maps this file, in its own process namespace, 0 unknown
@@ -79,9 +79,9 @@ MAGIC = b"ELASTICD"
 MAJOR, MINOR = 1, 5
 STOP, PAUSE = 1, 2
 """An agent's requests; a worker without PAUSE ignores it."""
-REQUEST_KIND = 0xFF
+REQUEST_KIND_MASK = 0xFF
 """The bits of a request that hold its kind. The others may number it."""
-ALL_STAY = 1 << 62
+ALL_STAY_FLAG = 1 << 62
 """A bit of PAUSE: no node leaves, so processes that can stay need no checkpoint."""
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """Makes a worker that catches it (SigCgt in /proc/PID/status) write the stacks of its threads into ELASTICD_STACKS.
@@ -96,21 +96,21 @@ _PHASE, _SOURCE, _STATE = 26, 27, 13  # _STATE is both, as one word of 64 bits
 _BARRIER_MS, _PID = 22, 23
 _COLLECTIVES, _ALIVE, _PER_STEP, _WAITS, _TIMEOUT, _AT_STEP, _DUMP_DONE, _MOVED = 24, 25, 26, 27, 28, 29, 30, 31
 _UNKNOWN, _MAX_MS = -1, 1 << 40
-_STEPS_BEFORE_SESSION = 4
+_MAX_STEPS_BEFORE_SESSION = 4
 """Optimizers of a script with a Session may step this often before the first `session.step()`."""
-_BARRIER, _BARRIER_BYTES, _REPORT_AT = 112, 64, 256
-_WAIT = struct.Struct("<iI24s")
-_WAIT_AT = 32
+_BARRIER, _BARRIER_BYTES, _REPORT_OFFSET = 112, 64, 256
+_WAIT_STRUCT = struct.Struct("<iI24s")
+_WAIT_OFFSET = 32
 MAX_GROUPS = 8
-_GROUPS = struct.Struct("<QQ" + MAX_GROUPS * "Qqq")
-_GROUPS_AT = SIZE - _GROUPS.size
-_GROUPS_SEQ = _GROUPS_AT // 8
-_WAIT_TIMEOUT_AT = _GROUPS_AT - 8
-_REPORT_BYTES = _WAIT_TIMEOUT_AT - _REPORT_AT - 4
+_GROUPS_STRUCT = struct.Struct("<QQ" + MAX_GROUPS * "Qqq")
+_GROUPS_OFFSET = SIZE - _GROUPS_STRUCT.size
+_GROUPS_SEQ_INDEX = _GROUPS_OFFSET // 8
+_WAIT_TIMEOUT_OFFSET = _GROUPS_OFFSET - 8
+_MAX_REPORT_BYTES = _WAIT_TIMEOUT_OFFSET - _REPORT_OFFSET - 4
 _PYBUF_WRITE = 0x200  # from CPython's stable ABI
 _MAP_FIXED = 0x10  # of linux/mman.h
-_HEADER = struct.Struct("<8sIIQ8xiI24s QqQQQII64sQQ qQqQQqQQ I")
-_NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0, 0)
+_HEADER_STRUCT = struct.Struct("<8sIIQ8xiI24s QqQQQII64sQQ qQqQQqQQ I")
+_UNCOUNTED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many reads the words are taken as they are.
 # The later reads sleep, so that a writer that only lost its core gets it back.
 _READS, _QUICK_READS = 16, 4
@@ -131,7 +131,7 @@ class Phase(enum.IntEnum):
     EXIT = 5
 
 
-class Source(enum.IntEnum):
+class StepSource(enum.IntEnum):
     """The counter of steps: none yet, torch's optimizer hook, or the script through its Session."""
 
     NONE = 0
@@ -151,7 +151,7 @@ class Heartbeat:
     first_step_ns: int = 0
     started_ns: int = 0
     phase: Phase = Phase.STARTING
-    source: Source = Source.NONE
+    source: StepSource = StepSource.NONE
     collectives: int = _UNKNOWN
     alive_ticks: int = 0
     barrier: str = ""
@@ -159,7 +159,7 @@ class Heartbeat:
     exit_report: ExitReport | None = None
     collectives_per_step: int = _UNKNOWN
     wait_ticks: int = 0
-    timeout_s: float = 0.0
+    collective_timeout_s: float = 0.0
     collectives_at_step: int = _UNKNOWN
     dump_done: int = 0
     barrier_s: float = 0.0
@@ -174,7 +174,7 @@ class Heartbeat:
 
 def create(path: str | os.PathLike[str]) -> None:
     """Create the heartbeat file, 0600, all of it allocated: a store into a hole of a full tmpfs would be SIGBUS."""
-    content = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, -1, 0, b"", *([0] * 7), b"", 0, 0, *_NOTHING_ISSUED, 0).ljust(
+    content = _HEADER_STRUCT.pack(MAGIC, MAJOR, MINOR, 0, -1, 0, b"", *([0] * 7), b"", 0, 0, *_UNCOUNTED, 0).ljust(
         SIZE, b"\0"
     )
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -192,16 +192,16 @@ class HeartbeatWriter:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(fd)
-            _check_header(os.pread(fd, _HEADER.size, 0), status.st_size, path)
+            _check_header(os.pread(fd, _HEADER_STRUCT.size, 0), status.st_size, path)
             self._use(_map_file(fd, SIZE))
         finally:
             os.close(fd)
         register_writer()
         self._file = status.st_ino, os.path.basename(path)
         os.register_at_fork(after_in_child=self._detach)
-        self._begin()
+        self._write_start()
 
-    def follow(self, path: str | os.PathLike[str]) -> None:
+    def switch_file(self, path: str | os.PathLike[str]) -> None:
         """Continue in another file: this process stays, and a round has files of its own.
 
         The new file takes the place of the old one at every address where this process has that, so the writers of the
@@ -210,15 +210,15 @@ class HeartbeatWriter:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(fd)
-            _check_header(os.pread(fd, _HEADER.size, 0), status.st_size, path)
-            for address in _mapped_at(self._file):
+            _check_header(os.pread(fd, _HEADER_STRUCT.size, 0), status.st_size, path)
+            for address in _mapped_addresses(self._file):
                 _map_file(fd, SIZE, address)
         finally:
             os.close(fd)
         self._file = status.st_ino, os.path.basename(path)
-        self._begin()
+        self._write_start()
 
-    def _begin(self) -> None:
+    def _write_start(self) -> None:
         self._words[_PID] = os.getpid()
         if not self._words[_STARTED]:
             self._words[_STARTED] = time.monotonic_ns()
@@ -232,7 +232,7 @@ class HeartbeatWriter:
     def _detach(self) -> None:
         self._use(memoryview(bytearray(SIZE)))
 
-    def step(self, step: int, source: Source = Source.SESSION, issued: int = _UNKNOWN) -> None:
+    def step(self, step: int, source: StepSource = StepSource.SESSION, issued: int = _UNKNOWN) -> None:
         """One more step is done; `step` is the count now, `issued` the default process group's collectives so far."""
         now = time.monotonic_ns()
         words, signed, halves = self._words, self._signed, self._halves
@@ -256,13 +256,13 @@ class HeartbeatWriter:
         seq = self._words[_SEQ] | 1
         self._words[_SEQ] = seq
         if not self._words[_FIRST_STEP]:
-            self._halves[_SOURCE] = Source.SESSION
+            self._halves[_SOURCE] = StepSource.SESSION
         self._words[_SEQ] = seq + 1
 
-    def hook_step(self, issued: Callable[[], int]) -> Callable[[int], None]:
+    def make_step_hook(self, issued: Callable[[], int]) -> Callable[[int], None]:
         """A faster `step` for the optimizer hook: it writes only what changes, and nothing where a Session counts."""
         words, signed = self._words, self._signed
-        clock, hooked, counts = time.monotonic_ns, Source.HOOK << 32 | Phase.STEP, True
+        clock, hooked, counts = time.monotonic_ns, StepSource.HOOK << 32 | Phase.STEP, True
 
         started = before_file = 0
 
@@ -289,11 +289,11 @@ class HeartbeatWriter:
                 signed[_PER_STEP] = number - before if 0 <= before <= number else _UNKNOWN
                 signed[_AT_STEP] = number
                 words[_SEQ] = seq + 1
-            elif words[_STATE] >> 32 != Source.SESSION or (
-                not words[_FIRST_STEP] and in_this_file(count) > _STEPS_BEFORE_SESSION
+            elif words[_STATE] >> 32 != StepSource.SESSION or (
+                not words[_FIRST_STEP] and in_this_file(count) > _MAX_STEPS_BEFORE_SESSION
             ):
                 # The first step, or the phase changed meanwhile, or there is a Session whose step() is not called.
-                self.step(count, Source.HOOK, issued())
+                self.step(count, StepSource.HOOK, issued())
             elif counts:  # a Session of layout 1.0 would leave the hook's last value here
                 counts, signed[_PER_STEP] = False, _UNKNOWN
 
@@ -318,20 +318,20 @@ class HeartbeatWriter:
 
     def write_groups(self, groups: GroupCounts) -> None:
         """Write NCCL's counts of now; MAX_GROUPS at most. Called by the background thread."""
-        seq = self._words[_GROUPS_SEQ] | 1
-        self._words[_GROUPS_SEQ] = seq
-        self._words[_GROUPS_SEQ + 1] = time.monotonic_ns()
+        seq = self._words[_GROUPS_SEQ_INDEX] | 1
+        self._words[_GROUPS_SEQ_INDEX] = seq
+        self._words[_GROUPS_SEQ_INDEX + 1] = time.monotonic_ns()
         unused = [0] * (3 * (MAX_GROUPS - len(groups)))
-        for at, value in enumerate([number for counts in groups for number in counts] + unused, _GROUPS_SEQ + 2):
+        for at, value in enumerate([number for counts in groups for number in counts] + unused, _GROUPS_SEQ_INDEX + 2):
             self._signed[at] = value
-        self._words[_GROUPS_SEQ] = seq + 1
+        self._words[_GROUPS_SEQ_INDEX] = seq + 1
 
     def write_wait_timeout(self, timeout_ms: int) -> None:
         """Write the timeout that the script gave the collective the main thread waits in; 0: none. Called by the
         background thread."""
-        self._words[_WAIT_TIMEOUT_AT // 8] = min(timeout_ms, _MAX_MS)
+        self._words[_WAIT_TIMEOUT_OFFSET // 8] = min(timeout_ms, _MAX_MS)
 
-    def thread_stopped(self) -> None:
+    def on_thread_stop(self) -> None:
         """The background thread has ended."""
         self._words[_ALIVE] = 0
 
@@ -364,7 +364,7 @@ class HeartbeatWriter:
         """A session call waits for `count` other ranks, `rank` the first of them; "": it waits no more."""
         seq = self._words[_SEQ] | 1
         self._words[_SEQ] = seq
-        _WAIT.pack_into(self._bytes, _WAIT_AT, rank, count, call.encode("utf-8", "replace"))
+        _WAIT_STRUCT.pack_into(self._bytes, _WAIT_OFFSET, rank, count, call.encode("utf-8", "replace"))
         self._words[_SEQ] = seq + 1
 
     @property
@@ -379,15 +379,15 @@ class HeartbeatWriter:
 
     @property
     def request(self) -> int:
-        """The agent's request: 0 nothing, STOP, PAUSE (perhaps numbered, see REQUEST_KIND)."""
+        """The agent's request: 0 nothing, STOP, PAUSE (perhaps numbered, see REQUEST_KIND_MASK)."""
         return self._words[_REQUEST]
 
     def write_exit_report(self, report: ExitReport) -> None:
         """Leave the report for the agent, cut to fit; the end of the traceback is kept."""
-        data = encode(report, _REPORT_BYTES)
-        self._halves[_REPORT_AT // 4] = 0
-        self._bytes[_REPORT_AT + 4 : _REPORT_AT + 4 + len(data)] = data
-        self._halves[_REPORT_AT // 4] = len(data)
+        data = encode(report, _MAX_REPORT_BYTES)
+        self._halves[_REPORT_OFFSET // 4] = 0
+        self._bytes[_REPORT_OFFSET + 4 : _REPORT_OFFSET + 4 + len(data)] = data
+        self._halves[_REPORT_OFFSET // 4] = len(data)
         self.set_phase(Phase.EXIT)
 
 
@@ -397,7 +397,7 @@ class NullHeartbeat(HeartbeatWriter):
     def __init__(self) -> None:
         self._detach()
 
-    def follow(self, path: str | os.PathLike[str]) -> None:
+    def switch_file(self, path: str | os.PathLike[str]) -> None:
         pass
 
 
@@ -408,7 +408,7 @@ class HeartbeatReader:
         self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            _check_header(os.pread(self._fd, _HEADER.size, 0), os.fstat(self._fd).st_size, path)
+            _check_header(os.pread(self._fd, _HEADER_STRUCT.size, 0), os.fstat(self._fd).st_size, path)
         except BaseException:
             self.close()
             raise
@@ -417,58 +417,62 @@ class HeartbeatReader:
         """The heartbeat as it is now, read again while the writer is between two stores; WireError for garbage."""
         raw = b""
         for attempt in range(_READS):
-            raw = os.pread(self._fd, _HEADER.size, 0)
+            raw = os.pread(self._fd, _HEADER_STRUCT.size, 0)
             order_stores()
-            is_whole = len(raw) == _HEADER.size and not raw[_SEQ * 8] & 1
-            if is_whole and raw == os.pread(self._fd, _HEADER.size, 0):
+            is_whole = len(raw) == _HEADER_STRUCT.size and not raw[_SEQ * 8] & 1
+            if is_whole and raw == os.pread(self._fd, _HEADER_STRUCT.size, 0):
                 break
             time.sleep(0 if attempt < _QUICK_READS else 0.001)
         return self._decode(raw)
 
     def _decode(self, raw: bytes) -> Heartbeat:
         _check_header(raw, SIZE, self._path)
-        fields = _HEADER.unpack(raw)[2:]
+        fields = _HEADER_STRUCT.unpack(raw)[2:]
         minor, request, *wait, _, step, progress, first, started, phase, source, name, barrier_ms, pid = fields[:15]
         *counts, length = fields[15:]
         wait_rank, wait_count, wait_call = wait
-        issued, alive, per_step, waits, timeout_ms, at_step, dump_done, moved = counts if minor else _NOTHING_ISSUED
+        issued, alive, per_step, waits, timeout_ms, at_step, dump_done, moved = counts if minor else _UNCOUNTED
         if minor > MINOR:
             # A newer layout may have more phases and sources; it is enough to know that the worker runs.
             phase = phase if phase in tuple(Phase) else Phase.STEP
-            source = source if source in tuple(Source) else Source.SESSION
+            source = source if source in tuple(StepSource) else StepSource.SESSION
         try:
-            known_phase, known_source = Phase(phase), Source(source)
+            known_phase, known_source = Phase(phase), StepSource(source)
         except ValueError as error:
             raise WireError(f"heartbeat file {os.fspath(self._path)}: {error} in layout {MAJOR}.{minor}") from error
         barrier = name.rstrip(b"\0").decode("utf-8", "replace")
-        report = self._exit_report(length) if length else None
+        report = self._read_exit_report(length) if length else None
         seen = (step, progress, first, started, known_phase, known_source, issued, alive, barrier, request, report)
         call = wait_call.rstrip(b"\0").decode("utf-8", "replace")
         waiting: tuple[str, int, int] = (call, wait_rank, wait_count) if call else ("", -1, 0)
         counted = (per_step, waits, timeout_ms / 1000, at_step, dump_done, barrier_ms / 1000, pid, moved)
-        groups = self._groups(progress) if minor >= 4 and length <= _REPORT_BYTES else ()
-        timeout_ms = self._wait_timeout_ms() if minor >= 5 and length <= _REPORT_BYTES else 0
+        groups = self._read_groups(progress) if minor >= 4 and length <= _MAX_REPORT_BYTES else ()
+        timeout_ms = self._read_wait_timeout_ms() if minor >= 5 and length <= _MAX_REPORT_BYTES else 0
         return Heartbeat(*seen, *counted, *waiting, groups, timeout_ms / 1000)
 
-    def _wait_timeout_ms(self) -> int:
-        return int.from_bytes(os.pread(self._fd, 8, _WAIT_TIMEOUT_AT), "little")
+    def _read_wait_timeout_ms(self) -> int:
+        return int.from_bytes(os.pread(self._fd, 8, _WAIT_TIMEOUT_OFFSET), "little")
 
-    def _groups(self, progress_ns: int) -> GroupCounts:
+    def _read_groups(self, progress_ns: int) -> GroupCounts:
         """Read after the last progress, else empty; also while they are being written: the next reading has them."""
-        raw = os.pread(self._fd, _GROUPS.size, _GROUPS_AT)
+        raw = os.pread(self._fd, _GROUPS_STRUCT.size, _GROUPS_OFFSET)
         order_stores()
-        if len(raw) < _GROUPS.size or raw[0] & 1 or raw != os.pread(self._fd, _GROUPS.size, _GROUPS_AT):
+        if (
+            len(raw) < _GROUPS_STRUCT.size
+            or raw[0] & 1
+            or raw != os.pread(self._fd, _GROUPS_STRUCT.size, _GROUPS_OFFSET)
+        ):
             return ()
-        _, read_ns, *numbers = _GROUPS.unpack(raw)
+        _, read_ns, *numbers = _GROUPS_STRUCT.unpack(raw)
         counts = [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
         return tuple(group for group in counts if group[0]) if read_ns > progress_ns else ()
 
-    def _exit_report(self, length: int) -> ExitReport:
+    def _read_exit_report(self, length: int) -> ExitReport:
         where = f"heartbeat file {os.fspath(self._path)}"
-        if length > SIZE - _REPORT_AT - 4:
+        if length > SIZE - _REPORT_OFFSET - 4:
             raise WireError(f"{where}: an exit report of {length} bytes does not fit")
         try:
-            return decode(os.pread(self._fd, length, _REPORT_AT + 4))
+            return decode(os.pread(self._fd, length, _REPORT_OFFSET + 4))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WireError(f"{where}: the exit report cannot be decoded: {error}") from error
 
@@ -504,7 +508,7 @@ def from_environment() -> HeartbeatWriter:
     return HeartbeatWriter(path) if path else NullHeartbeat()
 
 
-def _mapped_at(file: tuple[int, str]) -> list[int]:
+def _mapped_addresses(file: tuple[int, str]) -> list[int]:
     """The addresses at which this process has mapped the file with this inode and name, also a deleted one."""
     inode, name = file
     addresses: list[int] = []
@@ -538,7 +542,7 @@ def _map_file(fd: int, size: int, at: int | None = None) -> memoryview:
 
 def _check_header(raw: bytes, size: int, path: str | os.PathLike[str]) -> None:
     where = f"heartbeat file {os.fspath(path)}"
-    if size < SIZE or len(raw) < _HEADER.size:
+    if size < SIZE or len(raw) < _HEADER_STRUCT.size:
         raise WireError(f"{where}: {min(size, len(raw))} bytes, a heartbeat file has {SIZE}")
     magic, major, minor = struct.unpack_from("<8sII", raw)
     if magic != MAGIC:

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-_C10D = "torch.distributed.distributed_c10d"
-_TORCH = "torch._C._distributed_c10d"
+_C10D_MODULE = "torch.distributed.distributed_c10d"
+_C10D_BINDINGS_MODULE = "torch._C._distributed_c10d"
 NCCL, GLOO = "nccl", "gloo"
-UNKNOWN = (-1, -1)
+UNKNOWN_COUNTS = (-1, -1)
 """The counts of a group of which no recorder has what is completed."""
 
 
@@ -29,7 +29,7 @@ def flight_recorder_dump() -> bytes | None:
     such groups, and "unrecorded" the groups whose collectives are in neither.
     """
     try:
-        groups = _recorded(sys.modules[_C10D]._world)
+        groups = _recorder_table(sys.modules[_C10D_MODULE]._world)
     except Exception:  # noqa: BLE001 the script's groups may be of any class, and it must not notice the call
         groups = []
     used = {group["recorder"] for group in groups}
@@ -49,22 +49,22 @@ def flight_recorder_dump() -> bytes | None:
     return facts + (b', "gloo": ' + beside if beside else b"") + b", " + newest.lstrip()[1:]
 
 
-class GroupCounts:
+class GroupCountReader:
     """The counts of NCCL's groups. It remembers the names of the hooks' numbers: to read them is costly."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, int], str] = {}
 
-    def read(self, most: int) -> tuple[tuple[int, int, int], ...]:
+    def read(self, max_groups: int) -> tuple[tuple[int, int, int], ...]:
         """(group, enqueued, completed) of the process' groups that are not gloo's, the pending and the unknown ones
-        first: the numbers of their last collectives; UNKNOWN where no recorder has them.
+        first: the numbers of their last collectives; UNKNOWN_COUNTS where no recorder has them.
 
         A group is a checksum of its name and ranks, which all of its ranks know. Empty where torch has no recorder of
         NCCL, or it is switched off.
         """
-        reading, counts_by_group = _Reading(self._names), []
+        reading, counts_by_group = _RecorderReading(self._names), []
         try:
-            world = sys.modules[_C10D]._world
+            world = sys.modules[_C10D_MODULE]._world
             for group in list(world.pg_map):
                 name = f"{group.group_name} {sorted(world.pg_group_ranks[group])}"
                 counts = reading.counts(world, group)
@@ -72,10 +72,10 @@ class GroupCounts:
                     counts_by_group.append((binascii.crc32(name.encode()) or 1, *counts))
         except Exception:  # noqa: BLE001 as above
             return ()
-        return tuple(sorted(counts_by_group, key=lambda counts: 0 <= counts[1] <= counts[2])[:most])
+        return tuple(sorted(counts_by_group, key=lambda counts: 0 <= counts[1] <= counts[2])[:max_groups])
 
 
-class _Reading:
+class _RecorderReading:
     """The recorders' content at one moment; each is read at most once."""
 
     def __init__(self, names: dict[tuple[str, int], str]) -> None:
@@ -89,30 +89,34 @@ class _Reading:
             for backend in _backends(group):
                 recorder = _recorder_of(world, group, backend)
                 if recorder == NCCL:
-                    return self._by_nccl(backend.uid)
+                    return self._nccl_counts(backend.uid)
                 if recorder != GLOO:
-                    return self._by_hook(recorder, group, backend) if _completes(recorder, group, backend) else UNKNOWN
+                    return (
+                        self._hook_counts(recorder, group, backend)
+                        if _records_completion(recorder, group, backend)
+                        else UNKNOWN_COUNTS
+                    )
         except Exception:  # noqa: BLE001 as above
-            return UNKNOWN
+            return UNKNOWN_COUNTS
         return None
 
-    def _by_nccl(self, uid: int) -> tuple[int, int] | None:
+    def _nccl_counts(self, uid: int) -> tuple[int, int] | None:
         """`uid` is local_id_ of ProcessGroupNCCL.hpp; it has a status from the group's first collective on."""
         try:
-            status = self._last(NCCL)
+            status = self._last_collectives(NCCL)
         except Exception:  # noqa: BLE001 as above
             return None
         enqueued, completed = status.get(uid, (0, 0))
         return max(0, enqueued), max(0, completed)
 
-    def _by_hook(self, recorder: str, group: Any, backend: Any) -> tuple[int, int]:
+    def _hook_counts(self, recorder: str, group: Any, backend: Any) -> tuple[int, int]:
         """A hook numbers all operations of its group from 0, point-to-point ones as well, of which ranks have different
         numbers; the backend counts its collectives.
         """
-        last, issued = self._last(recorder), backend._get_sequence_number_for_group()
+        last, issued = self._last_collectives(recorder), backend._get_sequence_number_for_group()
         if not any(enqueued > completed for enqueued, completed in last.values()):
             return issued, issued
-        self._name(recorder, last)
+        self._learn_names(recorder, last)
         # A group that was made anew has the name of the last one, and no number before its first operation.
         number = max((number for number in last if self._names[recorder, number] == group.group_name), default=None)
         if number is None or last[number][0] <= last[number][1]:
@@ -122,35 +126,39 @@ class _Reading:
             return issued, completed + 1
         pending = {
             entry["collective_seq_id"]
-            for entry in self._read_entries(recorder, pending=True)
+            for entry in self._read_entries(recorder, only_pending=True)
             if entry["pg_id"] == number and not entry["is_p2p"] and entry["collective_seq_id"] <= issued + 1
         }
         enqueued = max((issued, *pending))
         return enqueued, enqueued - len(pending)
 
-    def _last(self, recorder: str) -> dict[int, tuple[int, int]]:
+    def _last_collectives(self, recorder: str) -> dict[int, tuple[int, int]]:
         """The last enqueued and completed collective by the recorder's number of a group."""
         if recorder not in self._status:
             status = json.loads(_dump(recorder, includeCollectives=False))["pg_status"]
-            self._status[recorder] = {int(number): _numbers(numbers) for number, numbers in status.items()}
+            self._status[recorder] = {
+                int(number): _enqueued_and_completed(numbers) for number, numbers in status.items()
+            }
         return self._status[recorder]
 
-    def _name(self, recorder: str, last: dict[int, tuple[int, int]]) -> None:
+    def _learn_names(self, recorder: str, last: dict[int, tuple[int, int]]) -> None:
         """Learn the groups' names from entries: only these tell which group a number stands for."""
         if all((recorder, number) in self._names for number in last):
             return
-        for entry in self._read_entries(recorder, pending=False):
+        for entry in self._read_entries(recorder, only_pending=False):
             self._names[recorder, entry["pg_id"]] = entry["process_group"][0]
         for number in last:
             self._names.setdefault((recorder, number), "")
 
-    def _read_entries(self, recorder: str, pending: bool) -> list[dict[str, Any]]:
-        if (recorder, pending) not in self._entries:
-            self._entries[recorder, pending] = json.loads(_dump(recorder, onlyActive=pending)).get("entries", [])
-        return self._entries[recorder, pending]
+    def _read_entries(self, recorder: str, only_pending: bool) -> list[dict[str, Any]]:
+        if (recorder, only_pending) not in self._entries:
+            self._entries[recorder, only_pending] = json.loads(_dump(recorder, onlyActive=only_pending)).get(
+                "entries", []
+            )
+        return self._entries[recorder, only_pending]
 
 
-def _numbers(status: dict[str, str]) -> tuple[int, int]:
+def _enqueued_and_completed(status: dict[str, str]) -> tuple[int, int]:
     enqueued, completed = (int(status.get(f"last_{what}_collective", -1)) for what in ("enqueued", "completed"))
     return enqueued, completed
 
@@ -164,7 +172,7 @@ def _try_dump(recorder: str) -> bytes:
 
 
 def _dump(recorder: str, **arguments: Any) -> Any:
-    torch = sys.modules[_TORCH]
+    torch = sys.modules[_C10D_BINDINGS_MODULE]
     if recorder == NCCL:
         return torch._dump_nccl_trace_json(**arguments)
     return torch._dump_fr_trace_json(**arguments, **({} if recorder == GLOO else {"backend": recorder}))
@@ -185,13 +193,13 @@ def _recorder_of(world: Any, group: Any, backend: Any) -> str:
     return name.replace(":", "_") if name == GLOO or hooked else ""
 
 
-def _completes(recorder: str, group: Any, backend: Any) -> bool:
+def _records_completion(recorder: str, group: Any, backend: Any) -> bool:
     """The recorder has what is completed. To a hook the backend reports it, if that and the group can."""
     reported = all(getattr(holder, "supports_completion_hooks", False) for holder in (group, backend))
     return recorder in (NCCL, GLOO) or (recorder != "" and reported)
 
 
-def _recorded(world: Any) -> list[dict[str, Any]]:
+def _recorder_table(world: Any) -> list[dict[str, Any]]:
     """Every backend of every group, its recorder, and whether that has what is completed."""
     recorded: list[dict[str, Any]] = []
     for group in list(world.pg_map):
@@ -201,7 +209,7 @@ def _recorded(world: Any) -> list[dict[str, Any]]:
                 "process_group": [group.group_name, group.group_desc],
                 "backend": str(backend._get_backend_name()),
             }
-            entry |= {"recorder": recorder, "complete": _completes(recorder, group, backend)}
+            entry |= {"recorder": recorder, "complete": _records_completion(recorder, group, backend)}
             if entry not in recorded[-1:]:  # one backend for several devices
                 recorded.append(entry)
         if any(hasattr(group._get_backend(device), "wrapped_pg") for device in group._device_types):

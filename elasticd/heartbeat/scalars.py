@@ -18,7 +18,7 @@ from elasticd.errors import UsageError
 from elasticd.heartbeat.worker_events import MAX_SCALARS, WorkerEventWriter
 
 MIN_INTERVAL_S = 1.0
-AGES = 1 / 200
+INTERVAL_AGE_SHARE = 1 / 200
 """The interval between two samples, as a share of the process's age."""
 
 
@@ -29,7 +29,7 @@ class ScalarSampler:
     _names: set[str] = field(default_factory=set)
     _began_at: float = 0.0
     _due_at: float = float("-inf")
-    _last: tuple[int, Mapping[str, SupportsFloat]] | None = None
+    _unsampled: tuple[int, Mapping[str, SupportsFloat]] | None = None
     """The values logged since the last sample, copied on their device."""
 
     def __post_init__(self) -> None:
@@ -41,23 +41,23 @@ class ScalarSampler:
         now = self.clock()
         if self.events.path is None:
             return
-        values = {name: _copied(value) for name, value in values.items()}
+        values = {name: _detached_copy(value) for name, value in values.items()}
         if now < self._due_at:
-            self._last = step, values
+            self._unsampled = step, values
             return
-        self._due_at = now + max(MIN_INTERVAL_S, (now - self._began_at) * AGES)
+        self._due_at = now + max(MIN_INTERVAL_S, (now - self._began_at) * INTERVAL_AGE_SHARE)
         self._write(step, values)
 
     def close(self) -> None:
         """The last values are samples, too. Raises nothing: a device may have failed."""
         atexit.unregister(self.close)
-        last, self._last = self._last, None
+        last, self._unsampled = self._unsampled, None
         if last is not None:
             with contextlib.suppress(Exception):
                 self._write(*last)
 
     def _write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        self._last = None
+        self._unsampled = None
         self._names.update(values)
         if len(self._names) > MAX_SCALARS:
             raise UsageError(f"session.log() takes at most {MAX_SCALARS} names in all, not {sorted(self._names)}")
@@ -67,7 +67,7 @@ class ScalarSampler:
         self.events.write("scalars", f"step {step}: {shown}", step, values=finite)
 
 
-def _copied(value: SupportsFloat) -> SupportsFloat:
+def _detached_copy(value: SupportsFloat) -> SupportsFloat:
     """A tensor without its graph, which would keep memory, and as it is now: a running loss is reset in place."""
     detach = getattr(value, "detach", None)
     copied: SupportsFloat = value if detach is None else detach().clone()

@@ -26,16 +26,16 @@ from typing import Any
 
 from elasticd.heartbeat.collectives import (
     UNKNOWN,
-    Collectives,
+    CollectiveCounter,
     default_group,
+    group_timeout_ms,
     longest_timeout_ms,
     process_group_table,
-    timeout_ms,
 )
 from elasticd.heartbeat.exit_report import report_exception
 from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP, MAX_GROUPS, STACKS_SIGNAL, HeartbeatWriter, Phase
-from elasticd.heartbeat.recorders import GroupCounts, flight_recorder_dump
+from elasticd.heartbeat.recorders import GroupCountReader, flight_recorder_dump
 
 PERIOD_S = 0.1
 """The agent reads every 0.25 s; a tick costs the training thread 40 to 160 µs (benchmarks/heartbeat.py), nearly all of
@@ -43,17 +43,17 @@ it two switches of threads."""
 STEPPING_PERIODS, STEPPING_AFTER = 2, 10
 """Steps are shorter than the period where each of so many ticks has seen progress: half as many ticks are enough, and
 each counts twice. The first one without progress ends that."""
-TIMEOUT_EVERY = 10
+TICKS_PER_TIMEOUT_READ = 10
 """The group's timeout is read once in so many ticks: it takes as long as all the rest, and references the group."""
-GROUPS_AFTER_NS = 1_000_000_000
+READ_GROUPS_AFTER_NS = 1_000_000_000
 """NCCL's recorder is read once the rank has made no progress for so long, and no more often than that."""
-MOVING_GROUPS_AFTER_NS = 5_000_000_000
+READ_GROUPS_WHILE_MOVING_NS = 5_000_000_000
 """The same while its Python moves: torch takes no lock for the counts, and Python may be about to use a new group."""
-GROUPS_SHARE = 1000
+READ_GROUPS_INTERVAL_FACTOR = 1000
 """A reading that was slow is repeated after this many times its duration."""
 STOP_TIMEOUT_S = 1.0
 """The exit waits this long for a tick to end. One takes 0.1 ms, a dump of the flight recorder 25 ms."""
-NAME = b"elasticd-heartb"
+THREAD_NAME = b"elasticd-heartb"
 """The thread's name in /proc/PID/task/*/comm."""
 _PR_SET_NAME = 15
 
@@ -66,10 +66,10 @@ class HeartbeatThread:
     def __init__(self, writer: HeartbeatWriter, dump_to: str = "", period_s: float = PERIOD_S) -> None:
         self._writer = writer
         self._dump_to = dump_to
-        self._read_given()
+        self._read_environment()
         self._period_s = period_s
-        self._collectives = Collectives()
-        self._groups = GroupCounts()
+        self._collectives = CollectiveCounter()
+        self._groups = GroupCountReader()
         self._group: Callable[[], Any] = lambda: None  # a weak reference to the last group
         self._issued = UNKNOWN
         self._position = (0, 0)
@@ -86,10 +86,10 @@ class HeartbeatThread:
         self._running = False
         self._stop = _thread.allocate_lock()
         self._over = _thread.allocate_lock()
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._on_fork)
         atexit.register(self.stop)
 
-    def _read_given(self) -> None:
+    def _read_environment(self) -> None:
         """Read what the agent has given this process for a round; a script may change the variables."""
         self._given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
         self._given_with = os.environ.get("ELASTICD_HEARTBEAT", "")
@@ -118,38 +118,38 @@ class HeartbeatThread:
             self._stop.release()
             self._over.acquire(timeout=STOP_TIMEOUT_S)
 
-    def _forked(self) -> None:
+    def _on_fork(self) -> None:
         self._may_start = self._running = False
 
     def _run(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, THREAD_NAME, 0, 0, 0)
         try:
             self.tick()
-            while not self._stop.acquire(timeout=self._period_s * self.periods):
+            while not self._stop.acquire(timeout=self._period_s * self.periods_per_tick):
                 self.tick()
             self.tick()  # of an exited rank all collectives are counted
         finally:
-            self._writer.thread_stopped()
+            self._writer.on_thread_stop()
             self._over.release()
 
     @property
-    def periods(self) -> int:
+    def periods_per_tick(self) -> int:
         """Between the last tick and the next one."""
         return STEPPING_PERIODS if self._stepping >= STEPPING_AFTER else 1
 
     def tick(self) -> None:
-        used, periods, progress_ns = self._main.used_ns(), self.periods, self._writer.progress_ns
+        used, periods, progress_ns = self._main.cpu_time_ns(), self.periods_per_tick, self._writer.progress_ns
         self._stepping = self._stepping + 1 if progress_ns != self._progress_ns else 0
         self._progress_ns = progress_ns
-        issued = self._read_collectives()
+        issued = self._observe_collectives()
         file, _, position = self._main.position()
         moved = position != self._position
         self._position = position
-        waits = issued > 0 and self._main.waits(file, used)
+        waits = issued > 0 and self._main.waits_for_ranks(file, used)
         self._writer.tick(issued, self._timeout_ms, waits, moved, periods)
-        self._read_wait_timeout(waits and not moved)
+        self._update_wait_timeout(waits and not moved)
         if issued >= 0:
-            self.read_groups(moved)
+            self.update_groups(moved)
         if not self._exiting and script_is_over():
             self._exiting = True
             self._writer.set_phase(Phase.EXIT)
@@ -158,17 +158,17 @@ class HeartbeatThread:
         if requested != self._writer.dump_done:
             if self._given_with != os.environ.get("ELASTICD_HEARTBEAT", ""):  # this process has stayed for a new round
                 self._dump_to = os.environ.get("ELASTICD_FLIGHT", "")
-                self._read_given()
+                self._read_environment()
             if self._dump_to:
-                write_flight_recorder(self._dump_to, *self._given)
+                write_flight_recording(self._dump_to, *self._given)
             self._writer.dump_done = requested
 
-    def _read_wait_timeout(self, stands: bool) -> None:
+    def _update_wait_timeout(self, stands: bool) -> None:
         """Now and then: a wait may follow another one in the same place.
 
         What equals the default group's timeout is torch's default, or was not meant for this wait.
         """
-        if stands == self._stands and not (stands and self._ticks_with_group % TIMEOUT_EVERY == 0):
+        if stands == self._stands and not (stands and self._ticks_with_group % TICKS_PER_TIMEOUT_READ == 0):
             return
         self._stands, found_ms = stands, 0
         if stands:
@@ -176,20 +176,20 @@ class HeartbeatThread:
             if isinstance(timeout, timedelta):
                 found_ms = int(timeout.total_seconds() * 1000)
             elif group is not None:
-                found_ms = timeout_ms(group)
-            found_ms = 0 if found_ms == timeout_ms(default_group()) else found_ms
+                found_ms = group_timeout_ms(group)
+            found_ms = 0 if found_ms == group_timeout_ms(default_group()) else found_ms
         self._writer.write_wait_timeout(found_ms)
 
-    def read_groups(self, moved: bool) -> None:
+    def update_groups(self, moved: bool) -> None:
         began = time.monotonic_ns()
-        quiet_ns = MOVING_GROUPS_AFTER_NS if moved else GROUPS_AFTER_NS
+        quiet_ns = READ_GROUPS_WHILE_MOVING_NS if moved else READ_GROUPS_AFTER_NS
         if began < max(self._read_groups_at, self._writer.progress_ns + quiet_ns):
             return
         self._writer.write_groups(self._groups.read(MAX_GROUPS))
         ended = time.monotonic_ns()
-        self._read_groups_at = ended + max(GROUPS_AFTER_NS, GROUPS_SHARE * (ended - began))
+        self._read_groups_at = ended + max(READ_GROUPS_AFTER_NS, READ_GROUPS_INTERVAL_FACTOR * (ended - began))
 
-    def _read_collectives(self) -> int:
+    def _observe_collectives(self) -> int:
         """The collectives issued so far; unknown for one tick after a change of group, which starts counting again."""
         group = default_group()
         if group is None:
@@ -210,7 +210,7 @@ class HeartbeatThread:
                 self._group = lambda: None
         self._ticks_with_group += 1
         # The timeout can change while the group lives. A group without one is not read again.
-        if another or (self._timeout_ms and self._ticks_with_group % TIMEOUT_EVERY == 0):
+        if another or (self._timeout_ms and self._ticks_with_group % TICKS_PER_TIMEOUT_READ == 0):
             self._timeout_ms = longest_timeout_ms(group)
         before = self._issued
         self._issued = issued
@@ -235,7 +235,7 @@ def script_is_over() -> bool:
     return stopped if isinstance(stopped, bool) else not main.is_alive()
 
 
-def write_flight_recorder(path: str, rank: str, world_size: str) -> None:
+def write_flight_recording(path: str, rank: str, world_size: str) -> None:
     """Write the flight recorder's content to `path`, whole or not at all, with a list of the process groups."""
     content = flight_recorder_dump()
     if content is None:

@@ -53,10 +53,10 @@ KINDS = (
     *("resumed", "message", "scalars"),
     *("attached", "can_pause", "cannot_pause", "paused", "pause_ended"),
 )
-_KNOWN = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")
+_COMMON_FIELDS = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")
 # A longer line is no worker event; a reader does not buffer without a bound.
-_LONGEST_LINE = 1 << 20
-_LARGEST = 1 << 62
+_MAX_LINE_BYTES = 1 << 20
+_MAX_NUMBER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class WorkerEvent:
 
     def to_line(self) -> bytes:
         """The line in the file, with its newline. Raises TypeError for a value that is not JSON."""
-        known = {"v": VERSION, **{name: getattr(self, name) for name in _KNOWN[1:]}}
+        known = {"v": VERSION, **{name: getattr(self, name) for name in _COMMON_FIELDS[1:]}}
         return json.dumps({**self.extra, **known}, allow_nan=False).encode() + b"\n"
 
     @classmethod
@@ -89,10 +89,10 @@ class WorkerEvent:
                 f"worker event {line[:80]!r} is not of version {VERSION}; run the same elasticd in agent and worker"
             )
         for name, check in _CHECKS.items():
-            if (name in _KNOWN or name in fields) and not (name in fields and check(fields[name])):
+            if (name in _COMMON_FIELDS or name in fields) and not (name in fields and check(fields[name])):
                 raise WireError(f"worker event {line[:80]!r}: {name} is missing or of the wrong type")
-        extra = {name: value for name, value in fields.items() if name not in _KNOWN}
-        return cls(**{name: fields[name] for name in _KNOWN[1:]}, extra=extra)
+        extra = {name: value for name, value in fields.items() if name not in _COMMON_FIELDS}
+        return cls(**{name: fields[name] for name in _COMMON_FIELDS[1:]}, extra=extra)
 
 
 @dataclass(slots=True)
@@ -102,26 +102,26 @@ class WorkerEventWriter:
     path: str | os.PathLike[str] | None
     round: int = 0
     rank: int = 0
-    _lost: int = 0
-    _torn: bool = False
+    _lost_events: int = 0
+    _is_line_torn: bool = False
 
     def write(self, kind: str, reason: str, step: int | None = None, **extra: Any) -> None:
         """Append one event; the table above lists the fields of each kind."""
         if self.path is None:
             return
-        if self._lost:
-            extra["lost"] = self._lost
+        if self._lost_events:
+            extra["lost"] = self._lost_events
         event = WorkerEvent(kind, self.round, self.rank, step, time.monotonic(), time.time(), reason, extra)
         line = event.to_line()
-        if self._torn:
+        if self._is_line_torn:
             line = b"\n" + line
         try:
             written = self._append(line)
         except OSError:
-            self._lost += 1
+            self._lost_events += 1
             return
-        self._torn = written < len(line)
-        self._lost = self._lost + 1 if self._torn else 0
+        self._is_line_torn = written < len(line)
+        self._lost_events = self._lost_events + 1 if self._is_line_torn else 0
 
     def _append(self, line: bytes) -> int:
         assert self.path is not None
@@ -147,7 +147,7 @@ class WorkerEventReader:
         except FileNotFoundError:
             return [], []
         try:
-            data = os.pread(fd, _LONGEST_LINE, self._offset)
+            data = os.pread(fd, _MAX_LINE_BYTES, self._offset)
         finally:
             os.close(fd)
         self._offset += len(data)
@@ -160,8 +160,8 @@ class WorkerEventReader:
                     events.append(WorkerEvent.from_line(line))
                 except WireError as error:
                     errors.append(str(error))
-        if len(self._partial) > _LONGEST_LINE:
-            errors.append(f"{os.fspath(self._path)}: a line of more than {_LONGEST_LINE} bytes was dropped")
+        if len(self._partial) > _MAX_LINE_BYTES:
+            errors.append(f"{os.fspath(self._path)}: a line of more than {_MAX_LINE_BYTES} bytes was dropped")
             self._partial = b""
         return events, errors
 
@@ -176,12 +176,12 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_NUMBER
 
 
 def _is_number(value: Any) -> bool:
     """Seconds; NaN is refused."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _MAX_NUMBER
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {

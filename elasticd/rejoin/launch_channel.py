@@ -41,8 +41,8 @@ VARIABLE = "ELASTICD_LAUNCH"
 """The number of the descriptor; set by the template."""
 PEER_S = 30.0
 """The wait for the launcher's word after a connection to a peer has broken: it saves the survivors' states first."""
-_REPORT_BYTES = 1 << 14
-_BROKEN = (*exit_report.CONNECTION_LOST, "connection refused")
+_MAX_REPORT_BYTES = 1 << 14
+_BROKEN = (*exit_report.CONNECTION_LOST_PHRASES, "connection refused")
 
 
 class NoLaunchChannel:
@@ -137,7 +137,7 @@ class LaunchChannel(NoLaunchChannel):
             return self.changed.is_set()
         if not is_of_lost_peer(error) or not self.is_connected:
             return False
-        report = exit_report.encode(exit_report.report_of(error), _REPORT_BYTES)
+        report = exit_report.encode(exit_report.report_of(error), _MAX_REPORT_BYTES)
         self._send({"type": "LostPeer", "report": report.decode()})
         self._answered.wait(PEER_S)
         return self.changed.is_set()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.heartbeat.recorders import UNKNOWN
+from elasticd.heartbeat.recorders import UNKNOWN_COUNTS
 from elasticd_agent.hangs.recordings import parse
 from elasticd_agent.system.python_packages import installed_version
 from elasticd_agent.workers.environment import FR_BUFFER, FR_BY_HOOK, flight_recorder, nccl_environment
@@ -39,7 +39,7 @@ ASKS = "import torch; torch.cuda.is_available(); torch.cuda.device_count()"
 GROUPS = """
 import json, os, sys, time
 import torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
-from elasticd.heartbeat.recorders import GroupCounts, flight_recorder_dump
+from elasticd.heartbeat.recorders import GroupCountReader, flight_recorder_dump
 
 options = c10d.ProcessGroupNCCL.Options()
 if hasattr(options, "lazy_init"):  # nccl2 of torch 2.15 connects at once otherwise
@@ -52,7 +52,7 @@ def make():
     dist.all_reduce(torch.ones(1), group=dist.new_group([0], backend="gloo"))
 
 found = {}
-counts = GroupCounts()
+counts = GroupCountReader()
 make()
 found["once"] = counts.read(8)
 if sys.argv[1] == "nccl":  # the other class cannot be destroyed without a driver
@@ -102,7 +102,7 @@ os._exit(0)
 HOOK = """
 import json, torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from elasticd.heartbeat.recorders import GroupCounts, flight_recorder_dump
+from elasticd.heartbeat.recorders import GroupCountReader, flight_recorder_dump
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 group = dist.group.WORLD
@@ -110,7 +110,7 @@ c10d._world.pg_flight_recorder_hooks[group] = c10d.FlightRecorderHook.attach(gro
 dist.all_reduce(torch.ones(4))
 dist.send(torch.ones(4), 1)
 dist.all_reduce(torch.ones(4))
-print(json.dumps([json.loads(flight_recorder_dump()), GroupCounts().read(8)]), flush=True)
+print(json.dumps([json.loads(flight_recorder_dump()), GroupCountReader().read(8)]), flush=True)
 """
 
 
@@ -238,7 +238,7 @@ def test_nccl_groups_and_variables(
         else:
             hooked = version >= FR_BY_HOOK
             assert found["uids"] == [None] * 3
-            assert {counts[1:] for counts in map(tuple, found["twice"])} == {(0, 0) if hooked else UNKNOWN}
+            assert {counts[1:] for counts in map(tuple, found["twice"])} == {(0, 0) if hooked else UNKNOWN_COUNTS}
             assert recorder["recorder"] == ("nccl2" if hooked else "gloo")
             assert [one["backend"] for one in recorder["unrecorded"]] == ([] if hooked else ["nccl2"] * 3)
             assert not threads
@@ -269,7 +269,7 @@ def test_recording_of_a_hook(python: str, tmp_path: Path, version: tuple[int, in
         said, errors = process.communicate(timeout=LIMIT_S)
     assert said, errors
     dump, counts = json.loads(said)
-    assert [one[1:] for one in counts] == [list(UNKNOWN)]
+    assert [one[1:] for one in counts] == [list(UNKNOWN_COUNTS)]
     assert dump["recorder"] == "fake"
     assert [one["complete"] for one in dump["unrecorded"]] == [False]
     found = parse(dump)

@@ -14,7 +14,7 @@ import pytest
 
 from elasticd.heartbeat.record import GroupCounts as GroupCountsSeen
 from elasticd.heartbeat.record import Heartbeat
-from elasticd.heartbeat.recorders import GroupCounts
+from elasticd.heartbeat.recorders import GroupCountReader
 from elasticd_agent.hangs.observer import _Ages
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.verdict import Hang, judge
@@ -150,7 +150,7 @@ class Reader:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.torch, self.counts = FakeTorch(), GroupCounts()
+        self.torch, self.counts = FakeTorch(), GroupCountReader()
         self.made: dict[int, FakeGroup] = {}
 
     def read(self, groups: Groups, members: dict[int, tuple[int, ...]]) -> GroupCountsSeen:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP, Heartbeat, Phase, Source
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP, Heartbeat, Phase, StepSource
 from elasticd_agent.hangs import deadlines as learning
 from elasticd_agent.hangs.deadlines import LearnedDurations, StepHistory
 from elasticd_agent.hangs.observer import Observation
@@ -153,7 +153,7 @@ def test_deadline_bounds(steps: list[float], phase: str) -> None:
 # ---- StepHistory
 
 POLICY = Policy(hang_floor_s=0.5, evidence_timeout_s=0.5, progress_ceiling_s=1800.0, startup_ceiling_s=600.0)
-TRAINS = Heartbeat(step=1, phase=Phase.STEP, source=Source.HOOK, first_step_ns=1, progress_ns=1)
+TRAINS = Heartbeat(step=1, phase=Phase.STEP, source=StepSource.HOOK, first_step_ns=1, progress_ns=1)
 
 
 def observation(
@@ -220,7 +220,7 @@ def test_history_learns_idle_pauses(steps: int, changes: dict[str, object], expe
     [
         (Heartbeat(), "starting", "", 0.0),
         (Heartbeat(), "starting", INIT_PROCESS_GROUP, POLICY.startup_ceiling_s),
-        (Heartbeat(source=Source.SESSION), "starting", "", POLICY.startup_ceiling_s),
+        (Heartbeat(source=StepSource.SESSION), "starting", "", POLICY.startup_ceiling_s),
         (Heartbeat(phase=Phase.EXIT), "exit", "", 0.0),
     ],
 )
@@ -264,7 +264,7 @@ def test_history_adds_up_rounds_of_plain_script() -> None:
     assert history.update_high_water(observation(0.0, 40)) == 40
     history.group_started()
     assert history.update_high_water(observation(0.0, 5)) == 45
-    assert history.update_high_water(observation(0.0, 60, beat=Heartbeat(source=Source.SESSION))) == 60
+    assert history.update_high_water(observation(0.0, 60, beat=Heartbeat(source=StepSource.SESSION))) == 60
 
 
 def test_cost_of_a_restart_is_the_training_since_the_last_save() -> None:

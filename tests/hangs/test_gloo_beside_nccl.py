@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
-from elasticd.heartbeat.recorders import GroupCounts
-from elasticd.heartbeat.thread import write_flight_recorder
+from elasticd.heartbeat.recorders import GroupCountReader
+from elasticd.heartbeat.thread import write_flight_recording
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.verdict import Hang, judge
 from elasticd_agent.model.job import Policy
@@ -50,10 +50,10 @@ class Rank:
             torch.group("1", PAIR, kind).at(*self.pair)
         (world.gloo or torch.group("2", ALL, "gloo")).at(*self.gloo)
         torch.install(monkeypatch, records_gloo=recorded)
-        write_flight_recorder(f"{folder}/flight", "0", str(len(ALL)))
+        write_flight_recording(f"{folder}/flight", "0", str(len(ALL)))
         found = recordings.parse(json.loads(Path(folder, "flight").read_bytes()))
         facts: dict[str, Any] = {"where": self.where, "function": self.function, "groups": found.tails()}
-        return replace(WAITS, nccl_groups=GroupCounts().read(8), device_s=6.0, **facts)
+        return replace(WAITS, nccl_groups=GroupCountReader().read(8), device_s=6.0, **facts)
 
 
 IN_NCCL = Rank((9, 8), (2, 2), (4, 4), "device", "train.py:7 item")

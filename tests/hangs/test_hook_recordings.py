@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from elasticd.heartbeat.thread import write_flight_recorder
+from elasticd.heartbeat.thread import write_flight_recording
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.explain.flight import compare
 from elasticd_agent.hangs.proofs import prove
@@ -30,7 +30,7 @@ def dump(made: Callable[[FakeTorch], object]) -> recordings.Recording:
     made(torch)
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         torch.install(patch)
-        write_flight_recorder(f"{folder}/flight", "0", str(len(ALL)))
+        write_flight_recording(f"{folder}/flight", "0", str(len(ALL)))
         content = Path(folder, "flight").read_bytes()
     found = recordings.parse(json.loads(content))
     assert found is not None

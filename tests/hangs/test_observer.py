@@ -49,7 +49,7 @@ def test_heartbeat_age_counts_observed_time(watch: GroupObserver, writer: Heartb
     assert alive_s(500.0) == 0.5 + MAX_LOOK_GAP_S, "nobody looked in between"
     writer.tick(3, 0)
     assert alive_s(500.5) == 0
-    writer.thread_stopped()
+    writer.on_thread_stop()
     assert alive_s(501.0) == alive_s(502.0) == -1, "the thread has ended: nobody holds the GIL against it"
 
 
@@ -67,7 +67,7 @@ def test_count_of_an_exited_rank_is_that_of_its_last_tick(watch: GroupObserver, 
     assert watch.observe(100.0).ranks[0].collectives == 7
     watch.worker_exited(0)
     assert watch.observe(101.0).ranks[0].collectives == -1
-    writer.thread_stopped()
+    writer.on_thread_stop()
     assert watch.observe(102.0).ranks[0].collectives == 7
 
 

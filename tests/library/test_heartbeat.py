@@ -19,7 +19,7 @@ from elasticd.errors import WireError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.exit_report import ExitReport
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
-from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter, Phase, Source
+from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter, Phase, StepSource
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_reader_gets_what_writer_wrote(path: Path) -> None:
     writer.step(41)
     writer.step(42)
     first = read(path)
-    assert (first.step, first.phase, first.source) == (42, Phase.STEP, Source.SESSION)
+    assert (first.step, first.phase, first.source) == (42, Phase.STEP, StepSource.SESSION)
     assert started.started_ns <= first.first_step_ns < first.progress_ns
     writer.set_phase(Phase.BARRIER, "äll together")
     waiting = read(path)
@@ -68,7 +68,7 @@ def test_reader_gets_what_writer_wrote(path: Path) -> None:
 
 def test_layout_matches_docstring(path: Path) -> None:
     writer = HeartbeatWriter(path)
-    writer.step(-7, Source.HOOK)
+    writer.step(-7, StepSource.HOOK)
     writer.set_phase(Phase.BARRIER, "gate")
     writer.write_exit_report(ExitReport("exit"))
     raw = path.read_bytes()
@@ -76,7 +76,7 @@ def test_layout_matches_docstring(path: Path) -> None:
     seen = read(path)
     assert struct.unpack_from("<qQQQII", raw, 72) == (
         *(-7, seen.progress_ns, seen.first_step_ns, seen.started_ns),
-        *(Phase.EXIT, Source.HOOK),
+        *(Phase.EXIT, StepSource.HOOK),
     )
     length = struct.unpack_from("<I", raw, 256)[0]
     assert raw[260 : 260 + length].startswith(b'{"kind": "exit"')
@@ -92,7 +92,7 @@ def test_layout_matches_docstring(path: Path) -> None:
         overwrite(path, at, struct.pack("<q", 12345 + at))
         assert getattr(read(path), name) == 12345 + at
     overwrite(path, 224, struct.pack("<Q", 1800_000))
-    assert read(path).timeout_s == 1800
+    assert read(path).collective_timeout_s == 1800
     writer.set_wait("save()", 3, 2)
     assert struct.unpack_from("<iI24s", path.read_bytes(), 32) == (3, 2, b"save()".ljust(24, b"\0"))
 
@@ -141,7 +141,7 @@ def test_collectives_per_step_known_after_two_steps(path: Path) -> None:
     assert counts() == (-1, 2), "another group counts anew"
     writer.step(6, issued=4)
     assert counts() == (2, 4)
-    writer.step(60, Source.HOOK, issued=5)
+    writer.step(60, StepSource.HOOK, issued=5)
     assert counts() == (-1, 5), "the steps of another source end elsewhere"
 
 
@@ -158,7 +158,7 @@ def test_reader_1_0_reads_current_writer(path: Path) -> None:
     fields = HEADER_1_0.unpack_from(path.read_bytes())
     assert fields[3:5] == (0, 6), "no request; written three times"
     assert fields[5:9] == (4, seen.progress_ns, seen.first_step_ns, seen.started_ns)
-    assert (*fields[9:11], fields[11].rstrip(b"\0")) == (Phase.BARRIER, Source.SESSION, b"gate")
+    assert (*fields[9:11], fields[11].rstrip(b"\0")) == (Phase.BARRIER, StepSource.SESSION, b"gate")
     assert fields[14] == 0, "no exit report"
 
 
@@ -168,8 +168,13 @@ def test_current_reader_of_1_0_file_reads_unknown(tmp_path: Path) -> None:
         HEADER_1_0.pack(b"ELASTICD", 1, 0, 0, 2, 42, 9, 8, 7, 1, 2, b"", 0, 0, 0).ljust(heartbeat.SIZE, b"\0")
     )
     seen = read(path)
-    assert (seen.step, seen.progress_ns, seen.phase, seen.source) == (42, 9, Phase.STEP, Source.SESSION)
-    assert (seen.collectives, seen.collectives_per_step, seen.collectives_at_step, seen.timeout_s) == (-1, -1, -1, 0.0)
+    assert (seen.step, seen.progress_ns, seen.phase, seen.source) == (42, 9, Phase.STEP, StepSource.SESSION)
+    assert (seen.collectives, seen.collectives_per_step, seen.collectives_at_step, seen.collective_timeout_s) == (
+        -1,
+        -1,
+        -1,
+        0.0,
+    )
     writer = HeartbeatWriter(path)  # a worker of today whose agent is of 1.0
     writer.step(43, issued=5)
     assert HEADER_1_0.unpack_from(path.read_bytes())[5] == 43
@@ -181,10 +186,10 @@ def test_hook_resets_counts_when_1_0_session_counts(path: Path) -> None:
     optimizer = object()
     for _ in range(2):
         hooks[0](optimizer, (), {})
-    assert (read(path).step, read(path).source) == (2, Source.HOOK)
+    assert (read(path).step, read(path).source) == (2, StepSource.HOOK)
     overwrite(path, 208, struct.pack("<q", 5))  # as if a group had issued so many
     overwrite(path, 72, struct.pack("<q", 100))
-    overwrite(path, 108, struct.pack("<I", Source.SESSION))
+    overwrite(path, 108, struct.pack("<I", StepSource.SESSION))
     hooks[0](optimizer, (), {})
     assert (read(path).step, read(path).collectives_per_step) == (100, -1)
 
@@ -192,7 +197,7 @@ def test_hook_resets_counts_when_1_0_session_counts(path: Path) -> None:
 def test_writer_1_0_leaves_new_words_unknown(path: Path) -> None:
     overwrite(path, 64, struct.pack("<QqQQ", 2, 42, 9, 8))
     overwrite(path, 104, struct.pack("<II", 1, 2))
-    assert read(path) == heartbeat.Heartbeat(42, 9, 8, 0, Phase.STEP, Source.SESSION)
+    assert read(path) == heartbeat.Heartbeat(42, 9, 8, 0, Phase.STEP, StepSource.SESSION)
 
 
 def test_request_reaches_worker(path: Path) -> None:
@@ -209,35 +214,35 @@ def test_request_reaches_worker(path: Path) -> None:
 def test_two_writers_in_one_process(path: Path) -> None:
     hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
     started = read(path).started_ns
-    hook.step(3, Source.HOOK)
-    assert read(path).source == Source.HOOK
+    hook.step(3, StepSource.HOOK)
+    assert read(path).source == StepSource.HOOK
     session.step(100)
-    hook.hook_step(lambda: 0)(4)
-    assert (read(path).step, read(path).source, read(path).started_ns) == (100, Source.SESSION, started)
+    hook.make_step_hook(lambda: 0)(4)
+    assert (read(path).step, read(path).source, read(path).started_ns) == (100, StepSource.SESSION, started)
 
 
 def test_optimizer_step_before_session_step_is_not_counted(path: Path) -> None:
     """A look between the two took the process's first step for one beyond all that the job had made."""
     hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
     session.use_session()
-    count = hook.hook_step(lambda: 0)
+    count = hook.make_step_hook(lambda: 0)
     count(1)
-    assert (read(path).step, read(path).first_step_ns, read(path).source) == (0, 0, Source.SESSION)
+    assert (read(path).step, read(path).first_step_ns, read(path).source) == (0, 0, StepSource.SESSION)
     session.step(110)
     count(2)
-    assert (read(path).step, read(path).source) == (110, Source.SESSION)
+    assert (read(path).step, read(path).source) == (110, StepSource.SESSION)
 
 
 def test_session_without_steps_leaves_count_to_optimizer(path: Path) -> None:
     hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
     session.use_session()
-    count = hook.hook_step(lambda: 0)
+    count = hook.make_step_hook(lambda: 0)
     for step in range(1, 8):
         count(step)
-    assert (read(path).step, read(path).source) == (7, Source.HOOK)
+    assert (read(path).step, read(path).source) == (7, StepSource.HOOK)
     HeartbeatWriter(path).use_session()
     count(8)
-    assert (read(path).step, read(path).source) == (8, Source.HOOK), "it has begun, and goes on"
+    assert (read(path).step, read(path).source) == (8, StepSource.HOOK), "it has begun, and goes on"
 
 
 def test_writer_keeps_no_descriptor(path: Path) -> None:
@@ -265,28 +270,28 @@ def test_hook_leaves_the_steps_of_a_session_alone_after_a_change_of_files(path: 
     heartbeat.create(tmp_path / "next")
     launchers, session = HeartbeatWriter(path), HeartbeatWriter(path)
     session.use_session()
-    hook = launchers.hook_step(lambda: -1)
+    hook = launchers.make_step_hook(lambda: -1)
     for count in range(1, 11):
         hook(count)
         session.step(100 + count)
-    session.follow(tmp_path / "next")
+    session.switch_file(tmp_path / "next")
     session.use_session()
     hook(11)
-    assert (read(tmp_path / "next").source, read(tmp_path / "next").step) == (Source.SESSION, 0)
+    assert (read(tmp_path / "next").source, read(tmp_path / "next").step) == (StepSource.SESSION, 0)
     for count in range(12, 16):
         hook(count)
-    assert read(tmp_path / "next").source == Source.HOOK, "its step() is not called"
+    assert read(tmp_path / "next").source == StepSource.HOOK, "its step() is not called"
 
 
 def test_hook_step_equals_step(path: Path, tmp_path: Path) -> None:
     """Whatever happens between two steps: another phase, another group, one that cannot count."""
     heartbeat.create(tmp_path / "other")
     issued, one, other = 0, HeartbeatWriter(path), HeartbeatWriter(tmp_path / "other")
-    step = one.hook_step(lambda: issued)
+    step = one.make_step_hook(lambda: issued)
     counts = [0, 2, 4, 8, 1, 3, -1, 7, 9]
     for count, issued in enumerate(counts, 1):
         step(count)
-        other.step(count, Source.HOOK, issued)
+        other.step(count, StepSource.HOOK, issued)
         for writer in (one, other):
             if count in (3, 6):
                 writer.set_phase(Phase.EVAL)
@@ -297,7 +302,7 @@ def test_hook_step_equals_step(path: Path, tmp_path: Path) -> None:
         assert found.first_step_ns and found.progress_ns >= found.first_step_ns
     one.step(100)
     step(101)
-    assert (read(path).step, read(path).source) == (100, Source.SESSION)
+    assert (read(path).step, read(path).source) == (100, StepSource.SESSION)
 
 
 GARBAGE = {
@@ -351,10 +356,10 @@ def test_truncated_file_raises_wire_error(path: Path) -> None:
 
 WRITE_FOREVER = """
 import sys, time
-from elasticd.heartbeat.record import HeartbeatWriter, Source
+from elasticd.heartbeat.record import HeartbeatWriter, StepSource
 writer = HeartbeatWriter(sys.argv[1])
 for n in range(1 << 60):
-    writer.step(n, Source.HOOK if n % 2 else Source.SESSION)
+    writer.step(n, StepSource.HOOK if n % 2 else StepSource.SESSION)
     time.sleep(1e-5)
 """
 
@@ -368,10 +373,10 @@ def test_reader_never_sees_half_a_step(path: Path) -> None:
                 while reader.read().step == 0:
                     assert time.monotonic() < deadline
                 seen = [reader.read() for _ in range(10_000)]
-                while {each.source for each in seen} != {Source.HOOK, Source.SESSION}:
+                while {each.source for each in seen} != {StepSource.HOOK, StepSource.SESSION}:
                     assert time.monotonic() < deadline
                     seen.append(reader.read())
-                assert all(each.source == (Source.HOOK if each.step % 2 else Source.SESSION) for each in seen)
+                assert all(each.source == (StepSource.HOOK if each.step % 2 else StepSource.SESSION) for each in seen)
                 for _ in range(50):
                     process.send_signal(signal.SIGSTOP)
                     start = time.monotonic()

@@ -33,13 +33,15 @@ def test_thread_counts_collectives_and_waits(start: Any, wait_for: Any) -> None:
         wait_for(lambda: all(condition(read()) for read in readers), what)
 
     both(lambda seen: seen.alive_ticks > 1, "a tick without a group")
-    assert {(seen.collectives, seen.collectives_per_step, seen.timeout_s) for seen in (read() for read in readers)} == {
-        (-1, -1, 0.0)
-    }
+    assert {
+        (seen.collectives, seen.collectives_per_step, seen.collective_timeout_s)
+        for seen in (read() for read in readers)
+    } == {(-1, -1, 0.0)}
     go(1)
     both(lambda seen: seen.collectives == 6 and seen.step == 3, "three steps of two collectives")
     assert [
-        (seen.collectives_per_step, seen.collectives_at_step, seen.timeout_s) for seen in (read() for read in readers)
+        (seen.collectives_per_step, seen.collectives_at_step, seen.collective_timeout_s)
+        for seen in (read() for read in readers)
     ] == [(2, 6, 77)] * 2
     before = [read().wait_ticks for read in readers]
     go(2)
@@ -59,7 +61,9 @@ def test_thread_counts_collectives_and_waits(start: Any, wait_for: Any) -> None:
     both(lambda seen: seen.collectives == 10, "rank 1 to catch up")
     go(5)
     both(lambda seen: seen.collectives == -1, "the group to be destroyed")
-    assert {(seen.collectives_per_step, seen.timeout_s) for seen in (read() for read in readers)} == {(-1, 0.0)}
+    assert {(seen.collectives_per_step, seen.collective_timeout_s) for seen in (read() for read in readers)} == {
+        (-1, 0.0)
+    }
     go(6)
     both(lambda seen: seen.collectives == 1, "another group to be counted anew")
     go(7)
@@ -88,7 +92,7 @@ def test_timeout_that_the_script_gave_a_wait(start: Any, wait_for: Any) -> None:
         wait_for(lambda before=before: first.read_heartbeat().wait_ticks > before + 3, "rank 0 to wait")
         wait_for(lambda timeout_s=timeout_s: first.read_heartbeat().wait_timeout_s == timeout_s, f"{timeout_s} s")
         assert second.read_heartbeat().wait_timeout_s == 0.0, "it waits for nobody"
-        wait_for(lambda: first.read_heartbeat().timeout_s == 555.0, "the longest timeout")
+        wait_for(lambda: first.read_heartbeat().collective_timeout_s == 555.0, "the longest timeout")
         second.request(gate)
     assert job.codes() == [0, 0], first.errors()
 
@@ -335,15 +339,15 @@ def test_half_the_ticks_while_steps_are_short(tmp_path: Path) -> None:
     ticker = HeartbeatThread(writer)
     with HeartbeatReader(tmp_path / "beat") as reader:
         for step in range(STEPPING_AFTER):
-            assert ticker.periods == 1
+            assert ticker.periods_per_tick == 1
             writer.step(step)
             ticker.tick()
-        assert (ticker.periods, reader.read().alive_ticks) == (STEPPING_PERIODS, STEPPING_AFTER)
+        assert (ticker.periods_per_tick, reader.read().alive_ticks) == (STEPPING_PERIODS, STEPPING_AFTER)
         writer.step(STEPPING_AFTER)
         ticker.tick()
         assert reader.read().alive_ticks == STEPPING_AFTER + STEPPING_PERIODS
         ticker.tick()
-        assert ticker.periods == 1
+        assert ticker.periods_per_tick == 1
         ticker.tick()
         assert reader.read().alive_ticks == STEPPING_AFTER + 2 * STEPPING_PERIODS + 1
 
@@ -354,8 +358,8 @@ def test_last_tick_counts_what_was_issued_before_the_exit(tmp_path: Path, monkey
     ticker = HeartbeatThread(HeartbeatWriter(tmp_path / "beat"), period_s=1000.0)
     issued = [7]
     first = threading.Event()
-    monkeypatch.setattr(ticker, "_read_collectives", lambda: issued[-1])
-    monkeypatch.setattr(ticker, "read_groups", lambda _: first.set())
+    monkeypatch.setattr(ticker, "_observe_collectives", lambda: issued[-1])
+    monkeypatch.setattr(ticker, "update_groups", lambda _: first.set())
     ticker.start()
     assert first.wait(30)
     issued.append(8)

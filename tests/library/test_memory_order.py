@@ -64,7 +64,7 @@ def test_the_call_is_made_where_stores_are_reordered(monkeypatch: pytest.MonkeyP
         return False
 
     slept: list[float] = []
-    monkeypatch.setattr(memory_order, "_number", 283)
+    monkeypatch.setattr(memory_order, "_membarrier_number", 283)
     monkeypatch.setattr(memory_order, "_membarrier", membarrier)
     monkeypatch.setattr(memory_order.time, "sleep", slept.append)
     memory_order.register_writer()
@@ -73,10 +73,12 @@ def test_the_call_is_made_where_stores_are_reordered(monkeypatch: pytest.MonkeyP
     assert slept == [0.001], "the call is forbidden"
 
 
-@pytest.mark.skipif(os.uname().machine not in memory_order._MEMBARRIER, reason="this processor needs no barrier")
+@pytest.mark.skipif(
+    os.uname().machine not in memory_order._MEMBARRIER_NUMBERS, reason="this processor needs no barrier"
+)
 def test_the_kernel_knows_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(memory_order, "_number", memory_order._MEMBARRIER[os.uname().machine])
+    monkeypatch.setattr(memory_order, "_membarrier_number", memory_order._MEMBARRIER_NUMBERS[os.uname().machine])
     monkeypatch.setattr(memory_order.time, "sleep", slept.append)
     memory_order.register_writer()
     memory_order.order_stores()

@@ -15,8 +15,8 @@ import pytest
 
 from elasticd.heartbeat import record
 from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter
-from elasticd.heartbeat.recorders import UNKNOWN, GroupCounts, flight_recorder_dump
-from elasticd.heartbeat.thread import GROUPS_AFTER_NS, GROUPS_SHARE, HeartbeatThread
+from elasticd.heartbeat.recorders import UNKNOWN_COUNTS, GroupCountReader, flight_recorder_dump
+from elasticd.heartbeat.thread import READ_GROUPS_AFTER_NS, READ_GROUPS_INTERVAL_FACTOR, HeartbeatThread
 from tests.library.fake_recorders import C10D, FakeTorch, Kind
 
 ALL, PAIR = (0, 1, 2), (2, 0)
@@ -39,13 +39,13 @@ def test_counts_of_groups(torch: FakeTorch, kind: Kind) -> None:
     torch.group("4", PAIR, "gloo").at(7, 6)
     torch.group("b7e1", PAIR, kind).at(3, 2)
     found = {(key("0", ALL), 500, 400), (key("3", PAIR), 0, 0), (key("b7e1", PAIR), 3, 2)}
-    assert set(GroupCounts().read(8)) == found
+    assert set(GroupCountReader().read(8)) == found
 
 
 @pytest.mark.parametrize("kind", RECORDED)
 def test_second_init_process_group(torch: FakeTorch, kind: Kind) -> None:
     """The recorder keeps what the groups of the same names have left unfinished."""
-    counts = GroupCounts()
+    counts = GroupCountReader()
     torch.group("0", ALL, kind).at(90, 80)
     assert counts.read(8) == ((key("0", ALL), 90, 80),)
     torch.destroy()
@@ -62,27 +62,27 @@ def test_ranks_send_different_numbers_of_messages(torch: FakeTorch) -> None:
     group = torch.group("0", ALL, "nccl2").at(10, 10)
     group.issue(3, p2p=True)
     group.complete(3)
-    assert GroupCounts().read(8) == ((key("0", ALL), 10, 10),)
+    assert GroupCountReader().read(8) == ((key("0", ALL), 10, 10),)
     group.issue(2)
     group.issue(p2p=True)
     group.complete()
-    assert GroupCounts().read(8) == ((key("0", ALL), 12, 11),)
+    assert GroupCountReader().read(8) == ((key("0", ALL), 12, 11),)
     group.complete()
-    assert GroupCounts().read(8) == ((key("0", ALL), 12, 12),), "a message is awaited, no collective"
+    assert GroupCountReader().read(8) == ((key("0", ALL), 12, 12),), "a message is awaited, no collective"
 
 
 def test_collectives_of_a_captured_graph(torch: FakeTorch) -> None:
     """The backend counts them, and no recorder: those that it has are numbered from the end."""
     group = torch.group("0", ALL, "nccl2").at(10, 10)
     group.issue(5, recorded=False)
-    assert GroupCounts().read(8) == ((key("0", ALL), 15, 15),)
+    assert GroupCountReader().read(8) == ((key("0", ALL), 15, 15),)
     group.issue(2)
-    assert GroupCounts().read(8) == ((key("0", ALL), 17, 15),)
+    assert GroupCountReader().read(8) == ((key("0", ALL), 17, 15),)
 
 
 def test_entries_are_read_once_for_the_names(torch: FakeTorch) -> None:
     """With 1000 pending collectives they take 30 ms, their counts 10 µs."""
-    counts = GroupCounts()
+    counts = GroupCountReader()
     group = torch.group("0", ALL, "nccl2").at(10, 10)
     counts.read(8)
     assert torch.calls == [("nccl2", False)], "nothing is pending"
@@ -100,26 +100,26 @@ def test_group_of_unknown_kind_is_said_to_be_unknown(torch: FakeTorch, more: dic
     for number in range(9):
         torch.group(str(number), (0, number), "nccl").at(4, 4)
     torch.group("9", ALL, **more).at(500, 400)
-    assert GroupCounts().read(8)[0] == (key("9", ALL), *UNKNOWN)
+    assert GroupCountReader().read(8)[0] == (key("9", ALL), *UNKNOWN_COUNTS)
 
 
 def test_group_that_raises_is_unknown(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
     group = torch.group("0", ALL, "nccl2").at(500, 400)
     monkeypatch.setattr(type(group), "_get_backend", lambda self, device: SimpleNamespace())
-    assert GroupCounts().read(8) == ((key("0", ALL), *UNKNOWN),)
+    assert GroupCountReader().read(8) == ((key("0", ALL), *UNKNOWN_COUNTS),)
 
 
 @pytest.mark.parametrize("kind", RECORDED)
 def test_mixed_group(torch: FakeTorch, kind: Kind) -> None:
     torch.group("0", ALL, kind, _device_types=("cpu", "cuda")).at(5, 4)
-    assert GroupCounts().read(8) == ((key("0", ALL), 5, 4),)
+    assert GroupCountReader().read(8) == ((key("0", ALL), 5, 4),)
 
 
 @pytest.mark.parametrize("kind", RECORDED)
 def test_pending_groups_come_first(torch: FakeTorch, kind: Kind) -> None:
     for number in range(12):
         torch.group(str(number), (0, number), kind).at(9, 8 if number == 11 else 9)
-    found = GroupCounts().read(8)
+    found = GroupCountReader().read(8)
     assert len(found) == 8
     assert found[0] == (key("11", (0, 11)), 9, 8)
 
@@ -136,7 +136,7 @@ def test_pending_groups_come_first(torch: FakeTorch, kind: Kind) -> None:
 def test_other_torch_says_nothing(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, functions: dict[str, Any]) -> None:
     torch.group("0", ALL, "nccl").at(5, 4)
     monkeypatch.setitem(sys.modules, C10D, SimpleNamespace(**functions))
-    assert GroupCounts().read(8) == ()
+    assert GroupCountReader().read(8) == ()
 
 
 def dumped() -> dict[str, Any]:
@@ -208,10 +208,10 @@ def test_recorder_is_read_only_while_quiet(torch: FakeTorch, monkeypatch: pytest
     monkeypatch.setattr(sys.modules[C10D], "_dump_nccl_trace_json", dump)
     monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
     thread = HeartbeatThread(writer)
-    again_ns = slow_ns + max(GROUPS_AFTER_NS, GROUPS_SHARE * slow_ns)
-    for pause_ns, count in ((GROUPS_AFTER_NS - 1, 0), (1, 1), (again_ns - slow_ns - 1, 1), (1, 2)):
+    again_ns = slow_ns + max(READ_GROUPS_AFTER_NS, READ_GROUPS_INTERVAL_FACTOR * slow_ns)
+    for pause_ns, count in ((READ_GROUPS_AFTER_NS - 1, 0), (1, 1), (again_ns - slow_ns - 1, 1), (1, 2)):
         now_ns += pause_ns
-        thread.read_groups(False)
+        thread.update_groups(False)
         assert len(readings) == count
     with HeartbeatReader(tmp_path / "beat") as reader:
         assert reader.read().groups == ((key("0", ALL), 7, 6),)
@@ -227,7 +227,7 @@ def test_recorder_is_read_late_while_python_moves(
     for seconds, moved, count in ((0.5, False, 0), (2, True, 0), (2, False, 1), (6, True, 2)):
         now_ns = writer.progress_ns + int(seconds * 1e9)
         monkeypatch.setattr(time, "monotonic_ns", lambda now_ns=now_ns: now_ns)
-        thread.read_groups(moved)
+        thread.update_groups(moved)
         assert len(torch.calls) == count, seconds
 
 
@@ -240,4 +240,4 @@ def test_recorder_of_this_torch_is_readable(monkeypatch: pytest.MonkeyPatch) -> 
     text = json.loads(c10d._dump_fr_trace_json(includeCollectives=False))
     assert {"version", "pg_config", "pg_status", "comm_lib_version"} <= set(text)
     assert not text["comm_lib_version"]
-    assert GroupCounts().read(8) == () or hasattr(c10d, "_dump_nccl_trace_json")
+    assert GroupCountReader().read(8) == () or hasattr(c10d, "_dump_nccl_trace_json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticd.heartbeat.record import Source
+from elasticd.heartbeat.record import StepSource
 
 # "adversarial" takes ten discriminator steps. In "one_after_another" the second optimizer's first step is taken for a
 # part of the first one's last iteration: nobody can tell.
@@ -25,7 +25,7 @@ def test_session_steps_report_collectives_per_step(start: Any) -> None:
     job.results()
     for rank in job.ranks:
         seen = rank.read_heartbeat()
-        assert (seen.step, seen.source, seen.collectives_per_step) == (7, Source.SESSION, 1), (
+        assert (seen.step, seen.source, seen.collectives_per_step) == (7, StepSource.SESSION, 1), (
             "DDP reduces one bucket a step"
         )
         assert seen.collectives_at_step >= 7

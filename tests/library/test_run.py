@@ -418,7 +418,7 @@ def test_rank_leaves_a_pause(make_owner: Callable[[str], Owner]) -> None:
         before, after = old.read(), new.read()
     assert after.pid == before.pid == members[1].pid
     assert before.step < after.step == 20
-    assert after.source == heartbeat.Source.SESSION
+    assert after.source == heartbeat.StepSource.SESSION
 
 
 def test_run_without_launcher_restores_and_calls_once(start: Any, tmp_path: Path) -> None:

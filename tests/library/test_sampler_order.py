@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.shuffle import LARGEST, Permutation
+from elasticd.shuffle import MAX_LENGTH, Permutation
 
 GOLDEN_10 = [7, 9, 8, 0, 2, 1, 6, 3, 4, 5]
 GOLDEN_5000 = "a2a812562f4139771188d4246095f5328e70c8a15561289c5e3039154cabcfb1"
@@ -54,7 +54,7 @@ def test_every_order_is_a_permutation(n: int, seed: int, epoch: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.one_of(st.integers(1, 100), st.integers(1, LARGEST), st.just(LARGEST)), st.integers(0, 9), st.data())
+@given(st.one_of(st.integers(1, 100), st.integers(1, MAX_LENGTH), st.just(MAX_LENGTH)), st.integers(0, 9), st.data())
 def test_tensor_arithmetic_matches_specification(n: int, epoch: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
     assert Permutation(n, 3, epoch).at(positions) == [reference(position, n, 3, epoch) for position in positions]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticd.checkpointing.storage.lineage import lineage
-from elasticd.heartbeat.record import STOP, Phase, Source
+from elasticd.heartbeat.record import STOP, Phase, StepSource
 from tests.library import checkpoints
 from tests.library.checkpoints import verified_lineage
 
@@ -42,14 +42,14 @@ def test_ranks_write_heartbeats_and_destroy_their_group(start: Any) -> None:
         assert (seen["round"], seen["restarts"], seen["left_group"]) == (4, 2, True)
     for rank in job.ranks:
         beat = rank.read_heartbeat()
-        assert (beat.step, beat.source, beat.phase) == (7, Source.SESSION, Phase.STEP)
+        assert (beat.step, beat.source, beat.phase) == (7, StepSource.SESSION, Phase.STEP)
 
 
 def test_session_is_source_before_first_step(start: Any) -> None:
     job = start("plain.py", "0")
     job.results()
     assert [(each.step, each.source) for each in (rank.read_heartbeat() for rank in job.ranks)] == [
-        (0, Source.SESSION)
+        (0, StepSource.SESSION)
     ] * 2
 
 

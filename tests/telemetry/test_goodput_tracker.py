@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.heartbeat.record import Heartbeat, Source
+from elasticd.heartbeat.record import Heartbeat, StepSource
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.log_events import TimeSplit
 from elasticd_agent.model.records import BudgetState, Exclusion, Member, Round
@@ -35,7 +35,7 @@ def round(
 
 
 def seen(
-    number: int, step: int, at: float, first_at: float | None = None, source: Source = Source.SESSION
+    number: int, step: int, at: float, first_at: float | None = None, source: StepSource = StepSource.SESSION
 ) -> Observation:
     first = round_ns(at if first_at is None else first_at)
     return Observation(
@@ -157,9 +157,9 @@ def test_a_hang_that_is_only_reported_ends_with_the_next_step() -> None:
 def test_a_plain_script_counts_from_0_in_each_round_and_every_step_is_new() -> None:
     spending = GoodputTracker(ME, GoodputLedger(0.0), BACKOFF_S)
     spending.on_round(round(1), 1.0)
-    spending.on_observation(seen(1, 50, 10.0, source=Source.HOOK))
+    spending.on_observation(seen(1, 50, 10.0, source=StepSource.HOOK))
     spending.on_round(round(2, "crash", high_water=50), 12.0)
-    assert spending.on_observation(seen(2, 1, 15.0, source=Source.HOOK)) == pytest.approx(5.0)
+    assert spending.on_observation(seen(2, 1, 15.0, source=StepSource.HOOK)) == pytest.approx(5.0)
     assert spending.ledger.high_water == 51
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP, Source
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP, StepSource
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.model.job import Policy
@@ -127,7 +127,7 @@ class StepHistory:
         A Session counts the job's steps. The optimizer hook counts those of a process, which begins at 0 in each round:
         there every step counts as progress, since only the script has the step it resumed from.
         """
-        if any(beat.source == Source.SESSION for beat in seen.heartbeats):
+        if any(beat.source == StepSource.SESSION for beat in seen.heartbeats):
             self._high_water = max(self._high_water, seen.step)
         else:
             self._high_water = max(self._high_water, self._steps_of_earlier_rounds + seen.step)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticd.errors import WireError
-from elasticd.heartbeat.record import GroupCounts, Heartbeat, HeartbeatReader, Phase, Source
+from elasticd.heartbeat.record import GroupCounts, Heartbeat, HeartbeatReader, Phase, StepSource
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
 from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, BUSY_CORES
 from elasticd_agent.model.reports import RankReport
@@ -77,7 +77,7 @@ class Observation:
 
     @property
     def has_session(self) -> bool:
-        return any(beat.source == Source.SESSION for beat in self.heartbeats)
+        return any(beat.source == StepSource.SESSION for beat in self.heartbeats)
 
 
 @dataclass(slots=True)
@@ -302,7 +302,7 @@ class GroupObserver:
             barrier_s=beat.barrier_s if beat.phase == Phase.BARRIER else 0.0,
             wait_call=beat.wait_call,
             wait_rank=beat.wait_rank,
-            timeout_s=beat.timeout_s,
+            timeout_s=beat.collective_timeout_s,
             wait_timeout_s=beat.wait_timeout_s,
             idle_s=ages.idle_s,
             alive_s=ages.alive_s,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import builtins
 import re
 
-from elasticd.heartbeat.exit_report import CONNECTION_LOST, ExitReport
+from elasticd.heartbeat.exit_report import CONNECTION_LOST_PHRASES, ExitReport
 from elasticd_agent.model.messages import WorkerExited
 from elasticd_agent.model.phrases import shortened
 
@@ -64,7 +64,7 @@ _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python3")
 
 # A peer has closed its end of a connection: it has died, or is about to. As gloo, NCCL and the kernel spell it.
 _CONNECTION_LOST_TYPES = frozenset({"ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError"})
-_CONNECTION_LOST_TEXTS = (*CONNECTION_LOST, "closed by remote peer", "remote process exited", "ncclremoteerror")
+_CONNECTION_LOST_TEXTS = (*CONNECTION_LOST_PHRASES, "closed by remote peer", "remote process exited", "ncclremoteerror")
 
 # A first line is cut to this length; one that names missing ranks, to the longer one.
 _MAX_LINE, _MAX_LINE_WITH_RANKS = 160, 480

@@ -336,7 +336,7 @@ class JobLoop:
 
     def _request_pause(self, pause: messages.PauseRequested) -> None:
         # The number makes every round's request a new one.
-        request = heartbeat.PAUSE | pause.number << 8 | heartbeat.ALL_STAY * pause.all_stay
+        request = heartbeat.PAUSE | pause.number << 8 | heartbeat.ALL_STAY_FLAG * pause.all_stay
         self.workers.request(pause.number, request if pause.on else 0, only=0)
         if pause.on:  # the ranks wait from the end of a step on until this agent has seen it
             self._monitor.observe_eagerly(time.monotonic(), EAGER_S)

@@ -317,7 +317,7 @@ class WorkerManager:
         """
         for group in self._groups.values():
             if group.round.number == number and not group.stopping:
-                group.stopping = request & heartbeat.REQUEST_KIND == heartbeat.STOP
+                group.stopping = request & heartbeat.REQUEST_KIND_MASK == heartbeat.STOP
                 for rank, worker in zip(group.round.ranks(self._node), group.workers, strict=True):
                     if only is None or rank == only:
                         write_request(worker.heartbeat, request)
