@@ -501,7 +501,7 @@ def test_next_round(view: TorchrunView, now: float, settled: bool, expected: str
         assert verdict == _round(1 + (4 if view.current else 0), *expected)
     else:
         assert isinstance(verdict, NoRoundYet)
-        assert verdict.until == expected
+        assert verdict.retry_at == expected
 
 
 @pytest.mark.parametrize(
@@ -521,4 +521,4 @@ def test_next_round(view: TorchrunView, now: float, settled: bool, expected: str
     ],
 )
 def test_membership_change(view: TorchrunView, settled: bool, expected: int) -> None:
-    assert membership_change(view, AB, ASKED, 10.0, settled=settled).nodes == expected
+    assert membership_change(view, AB, ASKED, 10.0, settled=settled).node_count == expected

@@ -29,13 +29,13 @@ from elasticd_agent.torchrun_plugin.member import JobClosed, JoinTimedOut, Parti
 from elasticd_agent.torchrun_plugin.options import PluginOptions
 from elasticd_agent.torchrun_plugin.plan import TorchrunMember, TorchrunRound
 
-BACKEND = "elasticd"
-_CHECK_IN_S = 0.02
-_FAREWELL_S = 1.0
+BACKEND_NAME = "elasticd"
+_CHECK_IN_POLL_S = 0.02
+_FAREWELL_TIMEOUT_S = 1.0
 """The time for which rank 0 keeps its TCPStore for members that still read from it that all have finished."""
-_MAX_PAUSE_S = 30.0
+_MAX_REJOIN_PAUSE_S = 30.0
 """Between rounds that fail because a registered node cannot be reached."""
-_STORE_TIMEOUT_S = 300.0
+_TCP_STORE_TIMEOUT_S = 300.0
 """torch's own default for a TCPStore's clients."""
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class TorchrunHandler:
         self._left = False
 
     def get_backend(self) -> str:
-        return BACKEND
+        return BACKEND_NAME
 
     def get_run_id(self) -> str:
         return self._conf.run_id
@@ -107,7 +107,7 @@ class TorchrunHandler:
                 if store is not None:
                     break
                 time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+                pause_s = min(2 * pause_s, _MAX_REJOIN_PAUSE_S)
         # Only now: the last round's store lives until its peers have seen that there is a new round.
         self._tcp_store = store
         self._hosts = rank == 0
@@ -122,17 +122,17 @@ class TorchrunHandler:
 
     def is_closed(self) -> bool:
         with self._torch_errors():
-            return self._participant.closed() is not None
+            return self._participant.read_closed() is not None
 
     def set_closed(self) -> None:
         with self._torch_errors():
-            self._participant.close()
+            self._participant.close_job()
 
     def num_nodes_waiting(self) -> int:
         change = self._participant.membership_change()
-        if change.nodes:  # torchrun restarts at once, so this is logged once
+        if change.node_count:  # torchrun restarts at once, so this is logged once
             self._warn(f"a new round is needed: {change.why}")
-        return change.nodes
+        return change.node_count
 
     def shutdown(self) -> bool:
         """Leave the job, and close it if this node is a member of its round. False: the store could not be written.
@@ -144,12 +144,12 @@ class TorchrunHandler:
         self._left = closed = True
         if self._participant.is_member:
             try:
-                self._participant.close()
+                self._participant.close_job()
             except (StoreUnavailable, StoreRefused) as e:
                 self._warn(f"the job could not be closed: {e}")
                 closed = False
         if closed and self._hosts:
-            self._participant.wait_for_others(time.monotonic() + _FAREWELL_S)
+            self._participant.wait_until_others_left(time.monotonic() + _FAREWELL_TIMEOUT_S)
         self._participant.leave()
         self._tcp_store = None
         self._store.close()
@@ -197,18 +197,18 @@ class TorchrunHandler:
             if store.add("elasticd/here", 1) == len(current.members):
                 store.set("elasticd/all", "here")
             while not store.check(["elasticd/all"]):
-                if self._participant.membership_change().nodes:
+                if self._participant.membership_change().node_count:
                     return None
                 if time.monotonic() >= deadline:
                     raise RendezvousTimeoutError(f"round {current.number}: not all nodes reach {host.address}")
-                time.sleep(_CHECK_IN_S)
+                time.sleep(_CHECK_IN_POLL_S)
         except RendezvousTimeoutError:
             raise
         except (OSError, RuntimeError) as e:  # of the socket and of TCPStore: the host is gone
             where = format_endpoint(host.address, host.port)
             self._warn(f"round {current.number} has no store at {where}, joining the next: {e}")
             return None
-        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        store.set_timeout(timedelta(seconds=_TCP_STORE_TIMEOUT_S))
         return store
 
     def _warn(self, sentence: str) -> None:

@@ -5,7 +5,7 @@ participant's own keeps the lease, reads the job after each change and stores wh
 
     /elasticd/v1/jobs/<id>/torchrun/nodes/<node>.<n>   Candidate, under the node's lease; n: its n-th registration
     /elasticd/v1/jobs/<id>/torchrun/round              TorchrunRound, by compare-and-swap only
-    /elasticd/v1/jobs/<id>/torchrun/closed             JobClosed; it and the round are deleted RETENTION_S later
+    /elasticd/v1/jobs/<id>/torchrun/closed             JobClosed; it and the round go CLOSED_JOB_RETENTION_S later
 
 There is no leader. Every candidate reads the same keys and computes the same next round; the first to swap it in wins,
 and the others read it. A lost swap costs one read. So any node may die at any moment, and no take-over is needed.
@@ -46,13 +46,13 @@ from elasticd_agent.torchrun_plugin.plan import (
     next_round,
 )
 
-RETENTION_S = 600.0
+CLOSED_JOB_RETENTION_S = 600.0
 """Nodes that start late are refused until then, as for every ended job; afterwards the id can be used again."""
-DEBOUNCE_S = 0.05
+READ_DEBOUNCE_S = 0.05
 """Changes within this time are read together."""
-REREAD_RENEWALS = 5
+RENEWALS_PER_READ = 5
 """Renewals between two reads without a change, because a watch is a hint and may miss something."""
-OUTAGE_LEASES = 10
+MAX_OUTAGE_LEASES = 10
 """Leases for which a join tolerates a store outage (150 s by default): longer than a slow restart of etcd takes."""
 MAX_LEASE_FACTOR = 8
 """The lease of a live node that was lost is doubled each time, up to so many times its first length."""
@@ -131,15 +131,15 @@ class Participant:
         with self._changed:
             self._own_round = None
             self._candidate = Candidate(member, self._last_number)
-            self._hurry()
-            self._start()
+            self._request_read()
+            self._start_thread()
             try:
-                while (outcome := self._outcome(member, deadline)) is None:
+                while (outcome := self._join_outcome(member, deadline)) is None:
                     self._changed.wait(max(0.0, min(deadline - self._clock(), self._policy.renewal_s)))
             finally:
                 if self._own_round is None:
                     self._candidate = None
-                    self._hurry()
+                    self._request_read()
             return outcome
 
     def membership_change(self) -> MembershipChange:
@@ -157,20 +157,20 @@ class Participant:
         """True from a successful join to the next join."""
         return self._own_round is not None
 
-    def closed(self) -> JobClosed | None:
+    def read_closed(self) -> JobClosed | None:
         """Raises StoreUnavailable, StoreRefused, WireError."""
         entry = self._store.read(self._closed_key)
         return None if entry is None else JobClosed.from_json(entry.value)
 
-    def close(self) -> None:
+    def close_job(self) -> None:
         """End the job for all nodes. Raises StoreUnavailable, StoreRefused."""
         # The lease is never renewed: both keys expire by themselves, also when every node has left.
-        lease = self._store.announce(self._closed_key, JobClosed(self._node).to_json(), RETENTION_S)
+        lease = self._store.announce(self._closed_key, JobClosed(self._node).to_json(), CLOSED_JOB_RETENTION_S)
         current = self._store.read(self._round_key) if lease is not None else None
         if lease is not None and current is not None:
             lease.put(self._round_key, current.value, current.version)
 
-    def wait_for_others(self, deadline: float) -> bool:
+    def wait_until_others_left(self, deadline: float) -> bool:
         """Wait until no other member of this node's round is registered. False: some still are."""
         with self._changed:
             while (own := self._own_round) is not None and self._view is not None and self._down_since is None:
@@ -190,13 +190,13 @@ class Participant:
             self._thread.join()  # each request it may be in has its deadline
             self._thread = None
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
         if self._thread is None:
             self._stopping = False
             self._thread = threading.Thread(target=self._run, name="elasticd-rendezvous", daemon=True)
             self._thread.start()
 
-    def _outcome(self, member: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut | None:
+    def _join_outcome(self, member: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut | None:
         if self._error is not None:
             raise self._error
         view, now = self._view, self._clock()
@@ -212,10 +212,10 @@ class Participant:
                     return current
                 # The round was formed for an earlier join of this node that has timed out since.
                 self._candidate = Candidate(member, self._last_number)
-                self._hurry()
+                self._request_read()
         if now >= deadline:
             return JoinTimedOut(self._why)
-        if self._down_since is not None and now - self._down_since >= OUTAGE_LEASES * self._policy.lease_s:
+        if self._down_since is not None and now - self._down_since >= MAX_OUTAGE_LEASES * self._policy.lease_s:
             raise StoreUnavailable(self._why)
         return None
 
@@ -223,7 +223,7 @@ class Participant:
         """True once every live node has had the time to register again after an outage."""
         return self._up_since is not None and now - self._up_since >= self._granted_s + self._policy.renewal_s
 
-    def _hurry(self) -> None:
+    def _request_read(self) -> None:
         self._urgent = True
         self._wake.set()
 
@@ -256,12 +256,12 @@ class Participant:
         """Do what is due. Returns the seconds until something else is. Raises what the store raises."""
         if self._watch is None:
             self._watch = self._store.watch(self._root, self._on_change)
-        renewal_at = self._register()
-        if self._read_in(self._clock()) <= 0:
-            self._read()
-        again_at = self._decide()
+        renewal_at = self._keep_registered()
+        if self._next_read_in_s(self._clock()) <= 0:
+            self._read_job()
+        again_at = self._publish_if_due()
         now = self._clock()
-        due = [self._read_in(now), *(at - now for at in (renewal_at, again_at) if at is not None)]
+        due = [self._next_read_in_s(now), *(at - now for at in (renewal_at, again_at) if at is not None)]
         return max(0.0, min(due))
 
     def _on_change(self, key: str) -> None:
@@ -270,7 +270,7 @@ class Participant:
             self._urgent = True
         self._wake.set()
 
-    def _register(self) -> float | None:
+    def _keep_registered(self) -> float | None:
         """Have the candidate in the store. Returns when its lease has to be renewed."""
         with self._changed:
             candidate = self._candidate
@@ -304,7 +304,7 @@ class Participant:
         if registration is not None:
             registration.withdraw()
 
-    def _read_in(self, now: float) -> float:
+    def _next_read_in_s(self, now: float) -> float:
         """Seconds until the next read. Only the first node in the join queue follows every change, or N joining nodes
         would each read N records N times. The others read when a round is published, or after a renewal.
         """
@@ -314,11 +314,11 @@ class Participant:
             return 0.0
         queue = join_queue(view) if joining else []
         if self._dirty and (not queue or queue[0].node == self._node):
-            return self._read_at + DEBOUNCE_S - now
+            return self._read_at + READ_DEBOUNCE_S - now
         often = joining or not settled
-        return self._read_at + self._policy.renewal_s * (1 if often else REREAD_RENEWALS) - now
+        return self._read_at + self._policy.renewal_s * (1 if often else RENEWALS_PER_READ) - now
 
-    def _read(self) -> None:
+    def _read_job(self) -> None:
         self._dirty = False  # before the read: a change during it is read again
         self._urgent = False
         entries = self._store.list(self._root)
@@ -326,7 +326,7 @@ class Participant:
         current, closed = entries.get(self._round_key), entries.get(self._closed_key)
         view = TorchrunView(
             current=None if current is None else TorchrunRound.from_json(current.value),
-            candidates=self._candidates(entries, now),
+            candidates=self._decode_candidates(entries, now),
             closed_by=None if closed is None else JobClosed.from_json(closed.value).closed_by,
         )
         self._round_version = None if current is None else current.version
@@ -340,7 +340,7 @@ class Participant:
             self._error = None
             self._changed.notify_all()
 
-    def _candidates(self, found: dict[str, Versioned], now: float) -> tuple[LiveCandidate, ...]:
+    def _decode_candidates(self, found: dict[str, Versioned], now: float) -> tuple[LiveCandidate, ...]:
         newest: dict[str, tuple[int, Candidate]] = {}
         for key, item in found.items():
             if not key.startswith(f"{self._root}nodes/"):
@@ -359,7 +359,7 @@ class Participant:
         self._since = {join: self._since.get(join, now) for join in joins}
         return tuple(LiveCandidate(candidate, self._since[join]) for join, candidate in joins.items())
 
-    def _decide(self) -> float | None:
+    def _publish_if_due(self) -> float | None:
         """Publish the next round if it is due; publish ours again in a store that lost its data. Returns when to ask
         again.
         """
@@ -376,7 +376,7 @@ class Participant:
             if isinstance(verdict, NoRoundYet):
                 with self._changed:
                     self._why = verdict.why
-                return verdict.until
+                return verdict.retry_at
             self._publish(verdict)
         return None
 

@@ -14,11 +14,11 @@ from elasticd_agent.config import rendezvous_options as rendezvous
 from elasticd_agent.model.job import Policy, Rendezvous
 from elasticd_agent.torchrun_plugin.plan import TorchrunRequirements
 
-_OF_OTHER_BACKENDS = ("is_host", "store_type", "rank")
+_OTHER_BACKENDS_KEYS = ("is_host", "store_type", "rank")
 """Scripts that start any backend pass them."""
-_LAUNCHERS_TIMEOUT_S = 900
+_LAUNCH_CONFIG_TIMEOUT_S = 900
 """torch's LaunchConfig adds `timeout` with this number if the user gave none."""
-_KEEP_ALIVE_S = 5.0
+_KEEP_ALIVE_INTERVAL_S = 5.0
 """torch's default of keep_alive_interval; with its 3 attempts, a lease of 15 s."""
 
 
@@ -34,11 +34,11 @@ def parse_options(
     run_id: str, endpoint: str, min_nodes: int, max_nodes: int, local_addr: str | None, given: Mapping[str, Any]
 ) -> PluginOptions:
     """Raises UsageError."""
-    conf = {key: str(value) for key, value in given.items() if key not in _OF_OTHER_BACKENDS}
-    if "join_timeout" in conf or given.get("timeout") == _LAUNCHERS_TIMEOUT_S:
+    conf = {key: str(value) for key, value in given.items() if key not in _OTHER_BACKENDS_KEYS}
+    if "join_timeout" in conf or given.get("timeout") == _LAUNCH_CONFIG_TIMEOUT_S:
         conf.pop("timeout", None)
     if not {"lease", "renewal", "keep_alive_interval"} & conf.keys():
-        conf["keep_alive_interval"] = str(_KEEP_ALIVE_S)
+        conf["keep_alive_interval"] = str(_KEEP_ALIVE_INTERVAL_S)
     parsed = rendezvous.read_rendezvous(
         Namespace(
             nnodes=f"{min_nodes}:{max_nodes}",

@@ -68,7 +68,7 @@ class LiveCandidate:
     """A candidate whose lease lives, and since when this observer knows its registration."""
 
     candidate: Candidate
-    since: float
+    known_since: float
 
     @property
     def node(self) -> str:
@@ -86,17 +86,17 @@ class TorchrunView:
 
 @dataclass(frozen=True, slots=True)
 class NoRoundYet:
-    """Decide again when the view changes, and at `until` if it is given."""
+    """Decide again when the view changes, and at `retry_at` if it is given."""
 
     why: str
-    until: float | None = None
+    retry_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
     """The number of nodes that require a new round, and why. torchrun restarts its workers for any number above 0."""
 
-    nodes: int
+    node_count: int
     why: str
 
 
@@ -105,16 +105,16 @@ def join_queue(view: TorchrunView) -> list[LiveCandidate]:
 
     So rank 0 stays on its node if possible.
     """
-    number, old = _ranks(view.current)
+    number, old = _number_and_ranks(view.current)
     joining = [p for p in view.candidates if p.node not in old or p.candidate.after_round >= number]
-    return sorted(joining, key=lambda p: (old.get(p.node, len(old)), p.since, p.node))
+    return sorted(joining, key=lambda p: (old.get(p.node, len(old)), p.known_since, p.node))
 
 
 def next_round(
     view: TorchrunView, requirements: TorchrunRequirements, now: float, *, settled: bool
 ) -> TorchrunRound | NoRoundYet:
     """`settled` False: the store was unavailable lately, so a node without registration may be alive."""
-    number, old = _ranks(view.current)
+    number, old = _number_and_ranks(view.current)
     joining = join_queue(view)
     returned = [p for p in joining if p.node in old]
     joining_names = {p.node for p in joining}
@@ -123,13 +123,13 @@ def next_round(
     if running:
         if not returned:
             return NoRoundYet(f"round {number} runs; its nodes stop for this node if there is room")
-        until = max(p.since for p in returned) + STOP_TIMEOUT_S
+        until = max(p.known_since for p in returned) + STOP_TIMEOUT_S
         if now < until:
-            return NoRoundYet(f"waiting for {_nodes(running)} of round {number} to stop", until)
+            return NoRoundYet(f"waiting for {_name_or_count(running)} of round {number} to stop", until)
     if len(joining) < requirements.min_nodes:
         return NoRoundYet(f"{len(joining)} of at least {requirements.min_nodes} nodes have joined")
     if len(joining) < requirements.max_nodes and not returned:
-        until = max(p.since for p in joining) + requirements.last_call_timeout_s
+        until = max(p.known_since for p in joining) + requirements.last_call_timeout_s
         if now < until:
             return NoRoundYet(f"{len(joining)} of {requirements.max_nodes} nodes have joined; last call", until)
     return TorchrunRound(number + 1, tuple(p.candidate.member for p in joining[: requirements.max_nodes]))
@@ -150,23 +150,23 @@ def membership_change(
     left = [p.node for p in joining if own.rank(p.node) is not None]
     added = [p for p in joining if own.rank(p.node) is None]
     room = max(0, requirements.max_nodes - len(own.members) + len(lost))
-    admitted = [p.node for p in added[:room]] if _is_gathered(added, requirements.debounce_s, now) else []
+    admitted = [p.node for p in added[:room]] if _is_debounce_over(added, requirements.debounce_s, now) else []
     changes = ((lost, "lost"), (left, "left the round"), (admitted, "waiting to join"))
-    why = "; ".join(f"{_nodes(nodes)} {what}" for nodes, what in changes if nodes)
+    why = "; ".join(f"{_name_or_count(nodes)} {what}" for nodes, what in changes if nodes)
     return MembershipChange(len(lost) + len(left) + len(admitted), why)
 
 
-def _is_gathered(added: list[LiveCandidate], debounce_s: float, now: float) -> bool:
-    times = [p.since for p in added]
+def _is_debounce_over(added: list[LiveCandidate], debounce_s: float, now: float) -> bool:
+    times = [p.known_since for p in added]
     return bool(times) and now >= min(max(times) + debounce_s, min(times) + MAX_DEBOUNCES * debounce_s)
 
 
-def _ranks(current: TorchrunRound | None) -> tuple[int, dict[str, int]]:
+def _number_and_ranks(current: TorchrunRound | None) -> tuple[int, dict[str, int]]:
     """The number of the round, and the rank of each of its nodes."""
     if current is None:
         return 0, {}
     return current.number, {member.node: rank for rank, member in enumerate(current.members)}
 
 
-def _nodes(nodes: list[str]) -> str:
+def _name_or_count(nodes: list[str]) -> str:
     return nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes"
