@@ -191,7 +191,7 @@ def _open_parts(
         renewal_s,
         float(settings.adopt_timeout_s),
         on_change=wake,
-        announce=registration.key.announce_beside,
+        announce=registration.key.announce_under_lease,
         retention_s=float(settings.keep_ended_s),
         refuse_timeout_s=float(settings.refuse_timeout_s),
         cache=cache,

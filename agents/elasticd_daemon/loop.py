@@ -307,8 +307,8 @@ class NodeLoop:
                         events.NodeRegisteredEvent, f"node {self.status.node} is registered", slots=self.status.slots
                     )
             self._cache.watch(self, job_queue.CACHED_PREFIXES)
-            if self._cache.refresh(now, REREAD_S):
-                self._registration.key.check()
+            if self._cache.clear_if_due(now, REREAD_S):
+                self._registration.key.withdraw_if_lost()
             self._cluster_view = job_queue.cached_view(self._cache)
             self._publish_results()
             self._resubmit_missing(now)

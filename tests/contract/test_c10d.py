@@ -22,21 +22,21 @@ from torch.distributed import TCPStore
 
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.c10d.client_process import Operations, register_watch, remove
-from elasticd_agent.store.c10d.server_process import TOMBSTONE_S, TURN_S, UNWATCHED_S, HostMaintenance
+from elasticd_agent.store.c10d.server_process import DROP_UNWATCHED_AFTER_S, TOMBSTONE_S, TURN_S, HostMaintenance
 from elasticd_agent.store.c10d.store import C10dStore
 from elasticd_agent.store.c10d.tcp_store import (
-    DIRECTORIES,
-    LEASES,
-    WATCHED,
+    DIRECTORY_REGISTER,
+    LEASE_REGISTER,
+    WATCHED_PREFIX_REGISTER,
     Envelope,
     KeyState,
     TcpStoreConnection,
+    change_counter_key,
     change_key,
-    counter_key,
-    decode,
-    entries,
+    decode_entries,
+    decode_envelope,
     index_key,
-    lease_key,
+    lease_counter_key,
     lease_members_key,
     set_host_lookup,
     value_key,
@@ -87,9 +87,9 @@ def test_foreign_bytes_are_a_value_of_version_0(stores: list[C10dStore]) -> None
     wire = TcpStoreConnection(TCPStore, "127.0.0.1", stores[0].port, 10.0)
     assert stores[0].compare_and_swap("strange/ours", None, b"ours")
     wire.append(index_key("strange/"), b"\xff\x00 no entry\n=theirs\n=\xff\n=theirs\n")
-    wire.append(DIRECTORIES, b"rubbish\n\n=\xfe\xff/\n")
-    wire.append(LEASES, b"=\xb2 x\n=lease\n=lease \xb2\n=lease 10 20\n")
-    wire.append(WATCHED, b"rubbish")
+    wire.append(DIRECTORY_REGISTER, b"rubbish\n\n=\xfe\xff/\n")
+    wire.append(LEASE_REGISTER, b"=\xb2 x\n=lease\n=lease \xb2\n=lease 10 20\n")
+    wire.append(WATCHED_PREFIX_REGISTER, b"rubbish")
     for garbage in (b"\xff\xfe", b"elasticd1 here nonsense\n", b"elasticd2 here 7 0 -\nnewer", b"{}"):
         wire.set(value_key("strange/theirs"), garbage)
         assert stores[1].read("strange/theirs") == Versioned(garbage, 0)
@@ -172,11 +172,11 @@ def test_lease_ends_after_its_time_awake(place: HostedStore) -> None:
     assert not place.verbs.renew(lease, first)
     assert place.verbs.put(lease, first, "n/b", VALUE, None) is None
     place.pass_time(TOMBSTONE_S + 1)
-    assert entries(place.wire.read(LEASES)) == {}
-    assert place.wire.read(lease_key(lease)) is None
+    assert decode_entries(place.wire.read(LEASE_REGISTER)) == {}
+    assert place.wire.read(lease_counter_key(lease)) is None
     assert place.wire.read(lease_members_key(lease)) is None
     assert not place.verbs.renew(lease, first)
-    assert place.wire.read(lease_key(lease)) is None, "what the late renewal made is gone again"
+    assert place.wire.read(lease_counter_key(lease)) is None, "what the late renewal made is gone again"
 
 
 def test_key_put_under_an_ended_lease_is_removed(place: HostedStore) -> None:
@@ -186,7 +186,7 @@ def test_key_put_under_an_ended_lease_is_removed(place: HostedStore) -> None:
     place.wire.append(lease_members_key(lease), b"=n/late\n")
     assert place.wire.swap(value_key("n/late"), None, late.encode())
     place.pass_time(TOMBSTONE_S + 1)
-    found = decode(place.wire.read(value_key("n/late")))
+    found = decode_envelope(place.wire.read(value_key("n/late")))
     assert found is None or found.state is not KeyState.PRESENT
 
 
@@ -197,8 +197,8 @@ def test_deleted_keys_leave_nothing(place: HostedStore) -> None:
     assert place.verbs.delete("done/0/a") and place.verbs.delete("done/0/b") and place.verbs.delete("done/1/a")
     place.pass_time(2 * TOMBSTONE_S)
     assert list(place.verbs.list_below("")) == ["done/1/b", "done/2/a", "done/2/b"]
-    assert list(entries(place.wire.read(DIRECTORIES))) == ["done/1/", "done/2/"]
-    assert list(entries(place.wire.read(index_key("done/1/")))) == ["b"]
+    assert list(decode_entries(place.wire.read(DIRECTORY_REGISTER))) == ["done/1/", "done/2/"]
+    assert list(decode_entries(place.wire.read(index_key("done/1/")))) == ["b"]
     for key in (index_key("done/0/"), value_key("done/0/a"), value_key("done/1/a")):
         assert place.wire.read(key) is None
     assert place.verbs.compare_and_swap("done/0/a", None, VALUE)
@@ -208,7 +208,7 @@ def test_deleted_keys_leave_nothing(place: HostedStore) -> None:
 def test_indexed_name_without_key_is_removed(place: HostedStore) -> None:
     """As of a writer that was killed between the two."""
     place.wire.append(index_key("seen/"), b"=a\n")
-    place.wire.append(DIRECTORIES, b"=seen/\n")
+    place.wire.append(DIRECTORY_REGISTER, b"=seen/\n")
     assert place.verbs.list_below("seen/") == {}
     assert place.verbs.compare_and_swap("other", None, VALUE)
     place.pass_time(2 * TOMBSTONE_S)
@@ -279,7 +279,7 @@ def test_key_created_while_its_name_is_removed(place: HostedStore, existed: bool
         assert place.verbs.delete("d/k")
     else:
         place.wire.append(index_key("d/"), b"=k\n")
-        place.wire.append(DIRECTORIES, b"=d/\n")
+        place.wire.append(DIRECTORY_REGISTER, b"=d/\n")
     place.maintenance.sweep()
 
     def remove_tombstones() -> None:
@@ -340,7 +340,7 @@ def test_counted_change_without_a_name_is_repaired(place: HostedStore) -> None:
     """A writer killed between the two would leave every watch waiting."""
     register_watch(place.wire, "p/")
     place.pass_time(1.0)
-    place.wire.add(counter_key("p/"), 1)
+    place.wire.add(change_counter_key("p/"), 1)
     assert place.verbs.compare_and_swap("p/k", None, VALUE)
     assert place.wire.read(change_key("p/", 1)) is None
     place.pass_time(3 * TURN_S)
@@ -355,11 +355,11 @@ def test_unwatched_prefix_is_dropped(place: HostedStore) -> None:
     register_watch(place.wire, "kept/")
     register_watch(place.wire, "left/")
     for _ in range(4):
-        place.pass_time(UNWATCHED_S / 3)
+        place.pass_time(DROP_UNWATCHED_AFTER_S / 3)
         register_watch(place.wire, "kept/")
-    assert list(entries(place.wire.read(WATCHED))) == ["kept/"]
+    assert list(decode_entries(place.wire.read(WATCHED_PREFIX_REGISTER))) == ["kept/"]
     assert register_watch(place.wire, "left/") == 0
-    assert list(entries(place.wire.read(WATCHED))) == ["kept/", "left/"]
+    assert list(decode_entries(place.wire.read(WATCHED_PREFIX_REGISTER))) == ["kept/", "left/"]
 
 
 def test_versions_differ_between_starts(place: HostedStore) -> None:
@@ -417,8 +417,8 @@ def test_watch_of_a_prefix_that_changes_often_is_not_dropped(place: HostedStore)
                 version, value = place.verbs.read("a/changes") or [0, ""]
                 assert place.verbs.compare_and_swap("a/changes", version, value)
                 assert json.loads(messages.readline())["changed"] == "a/"
-                place.pass_time(UNWATCHED_S / 16)
-                assert "a/" in entries(place.wire.read(WATCHED))
+                place.pass_time(DROP_UNWATCHED_AFTER_S / 16)
+                assert "a/" in decode_entries(place.wire.read(WATCHED_PREFIX_REGISTER))
         finally:
             client.kill()
             client.wait(SOON_S)

@@ -41,7 +41,7 @@ def test_another_agent_hosts_the_store(opened: ExitStack) -> None:
     assert (other.term, other.hosts) == (SECOND, True)
     assert other.port != first_port, "that one is taken"
     assert other.read("/job/key") is None, "it is empty"
-    host.move(("127.0.0.1", other.port), SECOND, serve_on=True)
+    host.move(("127.0.0.1", other.port), SECOND, keep_own_server=True)
     assert host.read("/job/key") is None
     assert (host.term, host.hosts) == (SECOND, False)
     changes.clear()

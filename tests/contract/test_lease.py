@@ -78,12 +78,12 @@ def test_check_after_the_key_was_deleted(store: Store) -> None:
     """A lease without its key would be renewed for ever."""
     key = leased(store)
     assert key.create(b"own", 0.0)
-    assert key.announce_beside("leader", b"own", 3.0) is not None
-    key.check()
+    assert key.announce_under_lease("leader", b"own", 3.0) is not None
+    key.withdraw_if_lost()
     assert key.lease is not None
     store.delete(KEY)
     assert key.renew(0.0)
-    key.check()
+    key.withdraw_if_lost()
     assert key.lease is None
     assert value(store, "leader") is None
 
@@ -98,15 +98,15 @@ def test_replace_after_the_key_was_deleted(store: Store) -> None:
 
 def test_a_key_beside_lives_and_ends_with_the_first(store: Store) -> None:
     key = leased(store)
-    assert key.announce_beside("leader", b"own", 3.0) is None, "there is no lease yet"
+    assert key.announce_under_lease("leader", b"own", 3.0) is None, "there is no lease yet"
     assert key.create(b"own", 0.0)
-    beside = key.announce_beside("leader", b"own", 3.0)
-    assert key.announce_beside("leader", b"own", 3.0) is None, "it is there already"
+    beside = key.announce_under_lease("leader", b"own", 3.0)
+    assert key.announce_under_lease("leader", b"own", 3.0) is None, "it is there already"
     assert beside.renew()
     assert beside.ttl_s == key.lease.ttl_s if key.lease else 0.0
     beside.withdraw()
     assert (value(store), value(store, "leader")) == (b"own", None)
-    again = key.announce_beside("leader", b"own", 3.0)
+    again = key.announce_under_lease("leader", b"own", 3.0)
     assert again is not None
     key.withdraw()
     assert store.list("") == {}

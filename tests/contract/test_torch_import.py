@@ -14,7 +14,7 @@ import os, sys
 sys.path[:0] = sys.argv[2:]
 from elasticd_agent.store.c10d import torch_import
 if sys.argv[1] == "crash":
-    torch_import.extension_only = os.abort
+    torch_import.load_from_extension = os.abort
 make = torch_import.load_tcp_store()
 host = make("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 client = make("127.0.0.1", host.port, is_master=False, wait_for_workers=False)

@@ -19,7 +19,9 @@ class PublishingAgent:
         self.card = NodeStatus(node, incarnation or f"i-{node}", 4)
         self.store = InterruptedStore(memory)
         self.announcement = NodeStatusPublisher(self.store, self.card, 3.0, 1.0)
-        self.placer = Scheduler(self.store, node, self.card.incarnation, announce=self.announcement.key.announce_beside)
+        self.placer = Scheduler(
+            self.store, node, self.card.incarnation, announce=self.announcement.key.announce_under_lease
+        )
 
     def turn(self, clock: Clock) -> list[str]:
         self.announcement.publish(self.card, clock.now)

@@ -73,8 +73,8 @@ class HostedStore(NodeStore):
         assert term == self.term
         self._pinned = True
 
-    def move(self, endpoint: tuple[str, int], term: int, serve_on: bool) -> None:
-        if self.hosts and self._life is not None and not serve_on:
+    def move(self, endpoint: tuple[str, int], term: int, keep_own_server: bool) -> None:
+        if self.hosts and self._life is not None and not keep_own_server:
             self._life.over = True
         self._pinned = True
         self._switch(self._cluster.lives[term])

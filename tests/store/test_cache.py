@@ -103,11 +103,11 @@ def test_unwatch_keeps_what_another_user_watches(one: Fixture) -> None:
 
 def test_refresh(one: Fixture) -> None:
     one.cache.list("a/")
-    assert one.cache.refresh(100.0, 10.0)
+    assert one.cache.clear_if_due(100.0, 10.0)
     one.cache.list("a/")
-    assert not one.cache.refresh(109.0, 10.0)
+    assert not one.cache.clear_if_due(109.0, 10.0)
     one.cache.list("a/")
-    assert one.cache.refresh(110.0, 10.0)
+    assert one.cache.clear_if_due(110.0, 10.0)
     one.cache.list("a/")
     assert one.lists() == 3
 
@@ -117,8 +117,8 @@ def test_drop_returns_the_prefixes_that_had_keys(one: Fixture) -> None:
     one.put("b/1")
     one.cache.list("a/1/")
     one.cache.list("b/")
-    assert one.cache.drop(("a/", "c/")) == ["a/1/"]
-    assert one.cache.drop(("a/",)) == []
+    assert one.cache.drop_lists(("a/", "c/")) == ["a/1/"]
+    assert one.cache.drop_lists(("a/",)) == []
 
 
 def test_undecodable_records_are_reported_once(one: Fixture) -> None:
@@ -126,7 +126,7 @@ def test_undecodable_records_are_reported_once(one: Fixture) -> None:
     one.put("a/2", b"{")
     one.cache.watch("user", ["a/"])
     for _ in range(3):
-        records, odd = one.cache.decoded("a/", Cordon)
+        records, odd = one.cache.records_and_undecodable("a/", Cordon)
         assert ([r.node for r in records], odd) == (["n1"], ["a/2"])
         one.cache.clear()
     assert len(one.errors) == 1
@@ -142,7 +142,9 @@ def test_read_records_returns_what_the_store_holds(one: Fixture) -> None:
     one.put("a/n2", Cordon("n2", False, "").to_json())
     assert len(one.cache.records("a/", Cordon)) == 1
     assert len(one.cache.read_records("a/", Cordon, one.errors.append)) == 2
-    assert len(one.cache.read_records("a/", Cordon, one.errors.append, watched=True)) == 2, "nobody watches it"
+    assert len(one.cache.read_records("a/", Cordon, one.errors.append, cached_if_watched=True)) == 2, (
+        "nobody watches it"
+    )
 
 
 def test_reads_and_changes_from_several_threads(one: Fixture) -> None:
@@ -152,7 +154,7 @@ def test_reads_and_changes_from_several_threads(one: Fixture) -> None:
     def read() -> None:
         while not stop.is_set():
             one.cache.read_records("a/", Cordon, one.errors.append)
-            one.cache.read_records("a/", Cordon, one.errors.append, watched=True)
+            one.cache.read_records("a/", Cordon, one.errors.append, cached_if_watched=True)
 
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
@@ -184,7 +186,7 @@ def test_value_that_is_no_record_is_decoded_once(one: Fixture, monkeypatch: pyte
     decoded.clear()
     for _ in range(3):
         found = one.cache.read_records("r/", JobResult, one.errors.append)
-        records, errors = one.cache.decoded("r/", JobResult)
+        records, errors = one.cache.records_and_undecodable("r/", JobResult)
         assert {record.job for record in found} == {record.job for record in records} == {"good", "spoilt"}
         assert errors == ["r/bad", "r/spoilt"], "also of a final record that was read before"
         one.put("r/new", JobResult("new", 1, "succeeded", 0, "").to_json())

@@ -43,7 +43,7 @@ from elasticd_agent.rendezvous.spec_check import spec_document
 from elasticd_agent.rendezvous.takeover import TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
-from elasticd_agent.store.open import FEWEST_TO_TAKE_OVER, open_signpost, open_store
+from elasticd_agent.store.open import MIN_NODES_FOR_TAKEOVER, open_signpost, open_store
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.network.addresses import format_endpoint, local_address
 
@@ -166,7 +166,7 @@ def join_job(
     document = json.dumps(spec_document(spec, policy), sort_keys=True).encode()
     terms = JobTerms(Keys(spec.job_id), times, requirements, document)
     take_over: TakeOver | None = None
-    if options.backend == "c10d" and options.max_nodes >= FEWEST_TO_TAKE_OVER:
+    if options.backend == "c10d" and options.max_nodes >= MIN_NODES_FOR_TAKEOVER:
         signpost = open_signpost(options, spec.python, policy, terms.keys, log)
         stack.callback(signpost.close)
         take_over = TakeOver(cast(Any, store), record, policy, network, signpost.show, log)

@@ -321,7 +321,7 @@ class RendezvousMember:
         lease = self._registration.lease
         try:
             if check or self._observations.take_own_record_missing():
-                self._registration.key.check()
+                self._registration.key.withdraw_if_lost()
             return self._registration.turn(now)
         finally:
             if self._registration.lease is not lease:

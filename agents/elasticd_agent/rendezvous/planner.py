@@ -250,7 +250,7 @@ class Planner:
     def _on_published(self, round: Round, view: View, now: float) -> None:
         self._report_faults(view, now)
         keys = self._keys
-        self._garbage += self._cache.drop((keys.failures(), keys.done(), keys.hang_reports()))
+        self._garbage += self._cache.drop_lists((keys.failures(), keys.done(), keys.hang_reports()))
         if view.current is not None:
             self._garbage.append(keys.master(view.current.number))
         self._reader.forget_before(round.number)

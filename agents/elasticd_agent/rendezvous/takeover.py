@@ -143,7 +143,7 @@ class TakeOver:
             self._life = life
             self._store.pin(life.term)
             return False
-        return self._follow(life, now, serve_on=True)
+        return self._follow(life, now, keep_own_server=True)
 
     def turn(self, round: Round | None, leaving: bool, published_term: int, now: float) -> bool:
         """Look for another store if this agent's is lost; True: there is one. Raises StoreUnavailable: none yet.
@@ -157,7 +157,7 @@ class TakeOver:
         why = self._loss_reason(life, now)
         self._set_probe_answer(bool(why), leaving)
         if (back := self._store_to_return_to(life, published_term == life.term, now)) is not None:
-            moved = self._follow(back, now, serve_on=False)
+            moved = self._follow(back, now, keep_own_server=False)
             self._before = None
             return moved
         if not why:
@@ -165,7 +165,7 @@ class TakeOver:
         chosen = self._choose_by_probes(round, life, leaving)
         if isinstance(chosen, StoreLife):
             self._log(why)
-            return self._follow(chosen, now, serve_on=False)
+            return self._follow(chosen, now, keep_own_server=False)
         if isinstance(chosen, int):
             self._log(f"{why}; this agent hosts the job's store now")
             term = life_term(chosen, self._incarnation)
@@ -244,13 +244,13 @@ class TakeOver:
         address = try_parse_endpoint(life.endpoint)
         return life == self._life or (address is not None and self._network.reaches(address))
 
-    def _follow(self, life: StoreLife, now: float, *, serve_on: bool) -> bool:
-        """`serve_on`: a store that is hosted here keeps saying where the job's is."""
+    def _follow(self, life: StoreLife, now: float, *, keep_own_server: bool) -> bool:
+        """`keep_own_server`: a store that is hosted here keeps saying where the job's is."""
         address = try_parse_endpoint(life.endpoint)
         if address is None:
             return False
         self._log(f"the job's store is at {life.endpoint} now")
-        self._store.move(address, life.term, serve_on)
+        self._store.move(address, life.term, keep_own_server)
         self._life, self._before = life, self._life
         return self._note_move(now)
 

@@ -22,7 +22,7 @@ D = TypeVar("D", bound=Document)
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoded:
+class _DecodedList:
     items: dict[str, Versioned]  #: what was decoded; never changed
     records: dict[str, Document]
     errors: dict[str, str]
@@ -45,7 +45,7 @@ class StoreCache:
         """Grows whenever something may have changed; equal numbers mean that there is nothing new to look at."""
         self._lists: dict[str, dict[str, Versioned]] = {}
         self._reading: dict[str, object] = {}
-        self._decoded: dict[str, _Decoded] = {}
+        self._decoded: dict[str, _DecodedList] = {}
         self._reported: set[str] = set()
         self._watches: dict[str, Watch] = {}
         self._users: dict[str, set[object]] = {}
@@ -87,7 +87,7 @@ class StoreCache:
             self._lists.clear()
             self._reading.clear()
 
-    def refresh(self, now: float, every_s: float) -> bool:
+    def clear_if_due(self, now: float, every_s: float) -> bool:
         """Clear the cache every `every_s`, because a watch is a hint and may miss something. True: it was cleared."""
         due = now >= self._refreshed_at + every_s
         if due:
@@ -95,7 +95,7 @@ class StoreCache:
             self.clear()
         return due
 
-    def drop(self, prefixes: tuple[str, ...]) -> builtins.list[str]:
+    def drop_lists(self, prefixes: tuple[str, ...]) -> builtins.list[str]:
         """Drop the lists below these prefixes. Returns the prefixes of those that had keys."""
         with self._lock:
             self._reading = {at: mark for at, mark in self._reading.items() if not at.startswith(prefixes)}
@@ -121,9 +121,9 @@ class StoreCache:
 
     def records(self, prefix: str, kind: type[D]) -> tuple[D, ...]:
         """The records below `prefix` that can be decoded, and final ones that could be decoded before."""
-        return self.decoded(prefix, kind)[0]
+        return self.records_and_undecodable(prefix, kind)[0]
 
-    def decoded(self, prefix: str, kind: type[D]) -> tuple[tuple[D, ...], builtins.list[str]]:
+    def records_and_undecodable(self, prefix: str, kind: type[D]) -> tuple[tuple[D, ...], builtins.list[str]]:
         """The records below `prefix`, and the keys of those that cannot be decoded: both of the same list."""
         records, errors = self._decode(prefix, self.list(prefix), kind)
         with self._lock:
@@ -134,12 +134,12 @@ class StoreCache:
         return records, [*errors]
 
     def read_records(
-        self, prefix: str, kind: type[D], log: Callable[[str], None], *, watched: bool = False
+        self, prefix: str, kind: type[D], log: Callable[[str], None], *, cached_if_watched: bool = False
     ) -> tuple[D, ...]:
-        """The records that the store holds at this moment, for people; `watched`: what a watch of them has kept current
-        will do. `log` receives every decoding error.
+        """The records that the store holds at this moment, for people; `cached_if_watched`: what a watch has kept
+        current will do. `log` receives every decoding error.
         """
-        if watched and prefix in self._watches:
+        if cached_if_watched and prefix in self._watches:
             items = self.list(prefix)
         else:
             items = self._store.list(prefix, self._lists.get(prefix))
@@ -150,7 +150,7 @@ class StoreCache:
 
     def _decode(self, prefix: str, items: dict[str, Versioned], kind: type[D]) -> tuple[tuple[D, ...], dict[str, str]]:
         with self._lock:
-            before = self._decoded.get(prefix) or _Decoded({}, {}, {}, ())
+            before = self._decoded.get(prefix) or _DecodedList({}, {}, {}, ())
         if before.items is not items:
             records: dict[str, Document] = {}
             errors: dict[str, str] = {}
@@ -166,7 +166,7 @@ class StoreCache:
                     errors[key] = error
                 if known is not None and (error is None or kind.FINAL):
                     records[key] = known
-            before = _Decoded(items, records, errors, tuple(records.values()))
+            before = _DecodedList(items, records, errors, tuple(records.values()))
             with self._lock:
                 self._decoded[prefix] = before
         return cast(tuple[D, ...], before.all), before.errors

@@ -16,13 +16,13 @@ from pathlib import Path
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store.memory import MemoryStore, _Entry, _MemoryLease
 
-_OPEN = (
+_OPEN_STATEMENTS = (
     "PRAGMA locking_mode = EXCLUSIVE",
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
     "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, version INTEGER) WITHOUT ROWID",
 )
-_VERSION_BITS = 32
+_CHANGE_COUNT_BITS = 32
 """A version is how often the store was opened, and a count in these bits: versions of leased keys are not on the disk,
 and must not be used again after a restart."""
 
@@ -68,34 +68,34 @@ class FileStore(MemoryStore):
 
     def _open(self) -> None:
         self._database = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
-        for statement in _OPEN:
+        for statement in _OPEN_STATEMENTS:
             self._database.execute(statement)
         rows = self._database.execute("SELECT key, value, version FROM entries")
         self._entries = {key: _Entry(value, version, None) for key, value, version in rows}
 
     def _count_opening(self) -> None:
         (before,) = self._database.execute("PRAGMA user_version").fetchone()
-        self._version = (before + 1) << _VERSION_BITS
-        self._write(f"PRAGMA user_version = {before + 1}")
+        self._version = (before + 1) << _CHANGE_COUNT_BITS
+        self._execute(f"PRAGMA user_version = {before + 1}")
 
     def _set(self, key: str, value: bytes, lease: _MemoryLease | None) -> int:
         if lease is None:
-            self._write("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", key, value, self._version + 1)
+            self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", key, value, self._version + 1)
         else:
-            self._delete(key)
+            self._delete_row(key)
         return super()._set(key, value, lease)
 
     def _drop(self, key: str) -> bool:
-        self._delete(key)
+        self._delete_row(key)
         return super()._drop(key)
 
-    def _delete(self, key: str) -> None:
+    def _delete_row(self, key: str) -> None:
         """Leased keys are not on the disk, so that they end also while it is broken."""
         entry = self._entries.get(key)
         if entry is not None and entry.lease is None:
-            self._write("DELETE FROM entries WHERE key = ?", key)
+            self._execute("DELETE FROM entries WHERE key = ?", key)
 
-    def _write(self, statement: str, *values: str | bytes | int) -> None:
+    def _execute(self, statement: str, *values: str | bytes | int) -> None:
         """One change: SQLite makes all of it or nothing."""
         try:
             self._database.execute(statement, values)

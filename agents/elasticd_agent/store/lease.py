@@ -5,8 +5,8 @@ created again by its owner. Two cases need care, and are handled here only:
 
 - The answer to a write may be lost. The version it made is unknown then, so it is read again before the next write;
   without that, our own success would look like a lost race.
-- The key may be deleted while its lease lives. `check` gives that lease up, because a lease without its key would be
-  renewed for ever and the process would stay invisible.
+- The key may be deleted while its lease lives. `withdraw_if_lost` gives that lease up, because a lease without its key
+  would be renewed for ever and the process would stay invisible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from elasticd_agent.store import Lease, Store
 
-TAKEOVERS = 2
+CREATE_ATTEMPTS = 2
 """Attempts to create a key again after its obsolete record was deleted; each may lose against another process."""
 
 Announce = Callable[[str, bytes, float], Lease | None]
@@ -55,7 +55,7 @@ class LeasedKey:
             finally:
                 self.on_renewal(lease.ttl_s, time.monotonic() - began)
             if alive:
-                self._schedule(now, lease)
+                self._schedule_renewal(now, lease)
             else:
                 self.lease = None
         return self.lease is not None
@@ -69,7 +69,7 @@ class LeasedKey:
             return True
         if may_replace is None:
             return False
-        for _ in range(TAKEOVERS):
+        for _ in range(CREATE_ATTEMPTS):
             stored = self._store.read(self.key)
             if stored is not None:
                 if not may_replace(stored.value):
@@ -100,7 +100,7 @@ class LeasedKey:
         self._version = stored.version if stored is not None and self.is_own(stored.value) else None
         return self._version
 
-    def check(self) -> None:
+    def withdraw_if_lost(self) -> None:
         """Give the lease up if the key was deleted or replaced by another process while the lease lives."""
         if self.lease is not None and self.read_version() is None:
             self.withdraw()
@@ -113,7 +113,7 @@ class LeasedKey:
         if lease is not None:
             lease.withdraw()
 
-    def announce_beside(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+    def announce_under_lease(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """Create a key as `Store.announce` does, to live as long as this one: it costs no renewal of its own.
 
         None: the key is there already, or this one is not.
@@ -130,10 +130,10 @@ class LeasedKey:
         self._written = value
         self._version = None
         self.on_renewal(lease.ttl_s, None)
-        self._schedule(now, lease)
+        self._schedule_renewal(now, lease)
         return True
 
-    def _schedule(self, now: float, lease: Lease) -> None:
+    def _schedule_renewal(self, now: float, lease: Lease) -> None:
         # The store may grant less than was requested: three attempts fit into any lease.
         self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
 

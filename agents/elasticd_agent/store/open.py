@@ -20,9 +20,9 @@ from elasticd_agent.system.network.addresses import is_local
 if TYPE_CHECKING:
     from elasticd_agent.store.c10d.signpost import Signpost
 
-FIRST_REQUEST_S = 30.0
+FIRST_REQUEST_TIMEOUT_S = 30.0
 """The first request to a c10d store waits so long: its host may start later than the others, and imports torch."""
-FEWEST_TO_TAKE_OVER = 3
+MIN_NODES_FOR_TAKEOVER = 3
 """Nodes of a job of which another one may host the store."""
 Log = Callable[[str], None]
 
@@ -50,10 +50,10 @@ def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, in
         with contextlib.suppress(OSError):
             listener = listen(port) if is_local(host) else None
         serve = listener is not None
-    first_s = min(FIRST_REQUEST_S, policy.join_timeout_s)
+    first_s = min(FIRST_REQUEST_TIMEOUT_S, policy.join_timeout_s)
     times = {"timeout_s": policy.store_timeout_s, "start_timeout_s": first_s}
     # Of two members, the one that is left is no majority: it waits for the host.
-    term = life_term(0, incarnation) if serve and rendezvous.max_nodes >= FEWEST_TO_TAKE_OVER else 0
+    term = life_term(0, incarnation) if serve and rendezvous.max_nodes >= MIN_NODES_FOR_TAKEOVER else 0
     return C10dStore(host, port, serve=serve, listener=listener, term=term, python=python, log=log, **times)
 
 
@@ -66,7 +66,11 @@ def open_signpost(rendezvous: Rendezvous, python: str, policy: Policy, keys: Key
 
     def open_store() -> Store:
         return C10dStore(
-            *endpoint, serve=False, python=python, timeout_s=policy.store_timeout_s, start_timeout_s=FIRST_REQUEST_S
+            *endpoint,
+            serve=False,
+            python=python,
+            timeout_s=policy.store_timeout_s,
+            start_timeout_s=FIRST_REQUEST_TIMEOUT_S,
         )
 
     return Signpost(endpoint, keys.round, open_store, log)

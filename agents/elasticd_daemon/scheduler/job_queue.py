@@ -64,11 +64,11 @@ def read_view(
     cache = cache or StoreCache(store, ignore_sentence)
     return ClusterView(
         nodes=cache.read_records(names.NODES, NodeStatus, log),
-        known_nodes=cache.read_records(names.KNOWN_NODES, KnownNode, log, watched=watched),
-        cordons=cache.read_records(names.CORDONS, Cordon, log, watched=watched),
-        submissions=cache.read_records(names.SUBMISSIONS, Submission, log, watched=watched),
-        placements=cache.read_records(names.PLACEMENTS, Placement, log, watched=watched),
-        results=cache.read_records(names.RESULTS, JobResult, log, watched=watched),
+        known_nodes=cache.read_records(names.KNOWN_NODES, KnownNode, log, cached_if_watched=watched),
+        cordons=cache.read_records(names.CORDONS, Cordon, log, cached_if_watched=watched),
+        submissions=cache.read_records(names.SUBMISSIONS, Submission, log, cached_if_watched=watched),
+        placements=cache.read_records(names.PLACEMENTS, Placement, log, cached_if_watched=watched),
+        results=cache.read_records(names.RESULTS, JobResult, log, cached_if_watched=watched),
     )
 
 

@@ -168,7 +168,7 @@ class Scheduler:
         self.on_change()
 
     def _schedule(self, now: float) -> None:
-        self._records.refresh(now, REREAD_S)
+        self._records.clear_if_due(now, REREAD_S)
         generation = self._records.generation  # before the look: a change during it is looked at in the next turn
         if generation == self._seen_generation:
             return
@@ -252,9 +252,9 @@ class Scheduler:
             self.store.delete(names.KNOWN_NODES + node)
 
     def _view(self, now: float) -> ClusterView:
-        nodes, undecodable = self._records.decoded(names.NODES, NodeStatus)
-        placements, odd_placements = self._records.decoded(names.PLACEMENTS, Placement)
-        results, odd_results = self._records.decoded(names.RESULTS, JobResult)
+        nodes, undecodable = self._records.records_and_undecodable(names.NODES, NodeStatus)
+        placements, odd_placements = self._records.records_and_undecodable(names.PLACEMENTS, Placement)
+        results, odd_results = self._records.records_and_undecodable(names.RESULTS, JobResult)
         present = {status.node: status for status in nodes}
         for key in undecodable:
             status = self._undecodable_status(key.removeprefix(names.NODES), placements)

@@ -210,7 +210,7 @@ def test_key_whose_creation_was_not_answered_is_taken_again() -> None:
     answers = iter([False])
 
     def announce(key: str, value: bytes, ttl_s: float) -> Lease | None:
-        lease = node.announce_beside(key, value, ttl_s)
+        lease = node.announce_under_lease(key, value, ttl_s)
         if not next(answers, True):
             raise StoreUnavailable("no answer")
         return lease

@@ -11,7 +11,7 @@ A TCPStore knows set, get, append, add, compare_set and wait. The rest is built 
 - `list` reads an index of names a directory, since a TCPStore cannot enumerate keys. A name is written before its key
   and again after it, so a process killed in between leaves a surplus name, never a key that nobody finds.
 - A lease is a counter that its holder increments; the host ends a lease whose counter rests. Counters start above
-  `_FIRST_COUNT`, so a renewal in a store that lost its data is recognized by its small result.
+  `_FIRST_LEASE_COUNT`, so a renewal in a store that lost its data is recognized by its small result.
 - A change is a numbered key below the prefix that is watched; `wait` for the next number is the watch. A writer counts
   first and names the key second. If it is killed in between, the host fills the gap.
 
@@ -37,22 +37,22 @@ from typing import Any, NoReturn
 from elasticd.channel import Message
 from elasticd_agent.store.c10d import tcp_store as tcp
 
-PROTOCOL = "1"
+PROTOCOL_VERSION = "1"
 MARKER_WAIT_S = 2.5
 """The host's marker follows a TCPStore's first answer within this time: milliseconds, more on a crowded machine."""
 WATCH_RECHECK_S = 120.0
 """Between two checks for a missed change, which the host repairs long before. A leader's seven watches cost 0.25
 requests a second."""
-_FIRST_COUNT = 1 << 40
+_FIRST_LEASE_COUNT = 1 << 40
 """Lease counters start above this, so that a renewal in a store that lost its data cannot look alive."""
-_BUSY_S = 0.002
+_BUSY_RETRY_S = 0.002
 
 
 class HostBusy(Exception):
     """The deadline passed while the host was removing what the request needs."""
 
 
-class _Incompatible(Exception):
+class _IncompatibleStore(Exception):
     """The store there is not elasticd's, or of another version."""
 
 
@@ -66,19 +66,23 @@ class Operations:
 
     def read(self, key: str) -> list[Any] | None:
         """Return [version, value as base64], or None if the key does not exist."""
-        envelope = tcp.decode(self._wire.read(tcp.value_key(key)))
-        return [envelope.version, _text(envelope.value)] if envelope is not None and _is_present(envelope) else None
+        envelope = tcp.decode_envelope(self._wire.read(tcp.value_key(key)))
+        return (
+            [envelope.version, _to_base64(envelope.value)] if envelope is not None and _is_present(envelope) else None
+        )
 
     def list_below(self, prefix: str) -> dict[str, list[Any]]:
         """Return {key: [version, value as base64]} of every key that begins with `prefix`."""
         keys: list[str] = []
-        for directory in tcp.entries(self._wire.read(tcp.DIRECTORIES)):
+        for directory in tcp.decode_entries(self._wire.read(tcp.DIRECTORY_REGISTER)):
             if directory.startswith(prefix) or prefix.startswith(directory):
-                leaves = tcp.entries(self._wire.read(tcp.index_key(directory)))
+                leaves = tcp.decode_entries(self._wire.read(tcp.index_key(directory)))
                 keys += [directory + leaf for leaf in leaves if (directory + leaf).startswith(prefix)]
         keys = sorted(set(keys))
-        envelopes = zip(keys, map(tcp.decode, self._wire.read_all(list(map(tcp.value_key, keys)))), strict=True)
-        return {key: [e.version, _text(e.value)] for key, e in envelopes if e is not None and _is_present(e)}
+        envelopes = zip(
+            keys, map(tcp.decode_envelope, self._wire.read_all(list(map(tcp.value_key, keys)))), strict=True
+        )
+        return {key: [e.version, _to_base64(e.value)] for key, e in envelopes if e is not None and _is_present(e)}
 
     def compare_and_swap(self, key: str, expected: int | None, value: str, guard: list[Any] | None = None) -> bool:
         """Set `key` if its version is `expected`, and the guard's version is the given one. False:
@@ -99,9 +103,9 @@ class Operations:
         """
         if self.read(key) is not None:
             return None
-        lease, first = secrets.token_hex(8), _FIRST_COUNT + secrets.randbits(32)
-        self._wire.set(tcp.lease_key(lease), str(first).encode())
-        self._wire.append(tcp.LEASES, tcp.entry(f"{lease} {round(ttl_s * 1000)}"))
+        lease, first = secrets.token_hex(8), _FIRST_LEASE_COUNT + secrets.randbits(32)
+        self._wire.set(tcp.lease_counter_key(lease), str(first).encode())
+        self._wire.append(tcp.LEASE_REGISTER, tcp.encode_entry(f"{lease} {round(ttl_s * 1000)}"))
         if self.put(lease, first, key, value, None) is None:
             self.withdraw(lease, first)
             return None
@@ -114,7 +118,7 @@ class Operations:
         if not self._is_alive(lease, first):
             return None
         # Before the key itself: if this process is killed in between, the host finds the key when the lease ends.
-        self._wire.append(tcp.lease_members_key(lease), tcp.entry(key))
+        self._wire.append(tcp.lease_members_key(lease), tcp.encode_entry(key))
         version = self._swap(key, expected, base64.b64decode(value), lease)
         if version is not None and not self._is_alive(lease, first):
             remove(self._wire, key, lease)
@@ -123,26 +127,26 @@ class Operations:
 
     def renew(self, lease: str, first: int) -> bool:
         """Count the lease up. False: it has ended, or the store has lost its data since."""
-        count = self._wire.add(tcp.lease_key(lease), 1)
+        count = self._wire.add(tcp.lease_counter_key(lease), 1)
         if 0 < count < first:  # the store lost its data, and this request has just created the counter
-            self._wire.delete(tcp.lease_key(lease))
+            self._wire.delete(tcp.lease_counter_key(lease))
         return count > first
 
     def withdraw(self, lease: str, first: int) -> None:
         """End the lease now and remove its keys. An ended lease is left alone."""
         if self._is_alive(lease, first):
-            self._wire.set(tcp.lease_key(lease), tcp.ENDED)
-            for key in tcp.entries(self._wire.read(tcp.lease_members_key(lease))):
+            self._wire.set(tcp.lease_counter_key(lease), tcp.ENDED_LEASE_COUNT)
+            for key in tcp.decode_entries(self._wire.read(tcp.lease_members_key(lease))):
                 remove(self._wire, key, lease)
 
     def _is_alive(self, lease: str, first: int) -> bool:
-        return (tcp.parse_number(self._wire.read(tcp.lease_key(lease))) or 0) >= first
+        return (tcp.parse_number(self._wire.read(tcp.lease_counter_key(lease))) or 0) >= first
 
     def _swap(self, key: str, expected: int | None, value: bytes, lease: str | None) -> int | None:
         """The new version; None: the race was lost. `lease` None: the key keeps its lease."""
         while True:
             raw = self._wire.read(tcp.value_key(key))
-            before = tcp.decode(raw)
+            before = tcp.decode_envelope(raw)
             present = before if before is not None and _is_present(before) else None
             if (None if present is None else present.version) != expected:
                 return None
@@ -150,13 +154,13 @@ class Operations:
                 self._wait_for_host()
                 continue
             if raw is None:
-                self._index(key)
+                self._add_to_index(key)
             version = self._next_version(0 if before is None else before.version)
             owner = lease if lease is not None else present.lease if present is not None else ""
             envelope = tcp.Envelope(tcp.KeyState.PRESENT, version, owner, value)
             if self._wire.swap(tcp.value_key(key), raw, envelope.encode()):
                 if raw is None:
-                    self._index(key)
+                    self._add_to_index(key)
                 notify_watchers(self._wire, key)
                 return version
             # Another client was faster, or a tombstone was removed: what is there now decides.
@@ -165,55 +169,55 @@ class Operations:
         """Take the next version from the store's counter. A counter below `above` belongs to a store that was filled by
         another one, and is moved.
         """
-        version = self._wire.add(tcp.VERSION, 1)
-        return version if version > above else self._wire.add(tcp.VERSION, above - version + 1)
+        version = self._wire.add(tcp.VERSION_COUNTER, 1)
+        return version if version > above else self._wire.add(tcp.VERSION_COUNTER, above - version + 1)
 
-    def _index(self, key: str) -> None:
+    def _add_to_index(self, key: str) -> None:
         """Make `list` find `key`. Called before the key is created, because this process may be killed right after it,
         and a surplus name does no harm; and after it, because only then the host keeps the name."""
         directory, leaf = tcp.split_key(key)
         while True:
             index = self._wire.read(tcp.index_key(directory))
-            if index is not None and tcp.CLOSING in index:
+            if index is not None and tcp.CLOSING_INDEX in index:
                 self._wait_for_host()
-            elif leaf in tcp.entries(index):
+            elif leaf in tcp.decode_entries(index):
                 break
             else:
-                self._wire.append(tcp.index_key(directory), tcp.entry(leaf))
-        if directory not in tcp.entries(self._wire.read(tcp.DIRECTORIES)):
-            self._wire.append(tcp.DIRECTORIES, tcp.entry(directory))
+                self._wire.append(tcp.index_key(directory), tcp.encode_entry(leaf))
+        if directory not in tcp.decode_entries(self._wire.read(tcp.DIRECTORY_REGISTER)):
+            self._wire.append(tcp.DIRECTORY_REGISTER, tcp.encode_entry(directory))
 
     def _wait_for_host(self) -> None:
         if time.monotonic() > self.deadline:
             raise HostBusy
-        time.sleep(_BUSY_S)
+        time.sleep(_BUSY_RETRY_S)
 
 
 def remove(wire: tcp.TcpStoreConnection, key: str, lease: str | None) -> bool:
     """Replace `key` by a tombstone, if it is there and, with `lease`, belongs to that lease."""
     while True:
         raw = wire.read(tcp.value_key(key))
-        envelope = tcp.decode(raw)
+        envelope = tcp.decode_envelope(raw)
         if envelope is None or not _is_present(envelope) or lease not in (None, envelope.lease):
             return False
-        if wire.swap(tcp.value_key(key), raw, envelope.as_tombstone()):
+        if wire.swap(tcp.value_key(key), raw, envelope.encode_tombstone()):
             notify_watchers(wire, key)
             return True
 
 
 def notify_watchers(wire: tcp.TcpStoreConnection, key: str) -> None:
-    for prefix in tcp.entries(wire.read(tcp.WATCHED)):
+    for prefix in tcp.decode_entries(wire.read(tcp.WATCHED_PREFIX_REGISTER)):
         if key.startswith(prefix):
-            count = wire.add(tcp.counter_key(prefix), 1)
+            count = wire.add(tcp.change_counter_key(prefix), 1)
             wire.set(tcp.change_key(prefix, count), tcp.to_bytes(key))
 
 
 def register_watch(wire: tcp.TcpStoreConnection, prefix: str) -> int:
     """Begin or continue to watch `prefix`; the host drops a prefix for which no client has done so for long."""
-    wire.add(tcp.watchers_key(prefix), 1)
-    count = wire.add(tcp.counter_key(prefix), 0)
-    if prefix not in tcp.entries(wire.read(tcp.WATCHED)):
-        wire.append(tcp.WATCHED, tcp.entry(prefix))
+    wire.add(tcp.watcher_counter_key(prefix), 1)
+    count = wire.add(tcp.change_counter_key(prefix), 0)
+    if prefix not in tcp.decode_entries(wire.read(tcp.WATCHED_PREFIX_REGISTER)):
+        wire.append(tcp.WATCHED_PREFIX_REGISTER, tcp.encode_entry(prefix))
     return count
 
 
@@ -232,7 +236,7 @@ class C10dClient:
 
     def serve(self) -> NoReturn:
         """Read only, so that the agent's end is noticed even while torch blocks for good."""
-        threading.Thread(target=self._run_guarded, args=(self._work,), daemon=True).start()
+        threading.Thread(target=self._run_guarded, args=(self._carry_out_requests,), daemon=True).start()
         for line in self._channel.makefile("rb"):
             self._requests.put(json.loads(line))
         os._exit(0)
@@ -243,7 +247,7 @@ class C10dClient:
         try:
             run(*args)
             done = True
-        except _Incompatible as error:
+        except _IncompatibleStore as error:
             self._send({"refused": str(error)})
         except OSError as error:
             self._send({"lost": error.strerror or str(error) or type(error).__name__})
@@ -256,13 +260,15 @@ class C10dClient:
             if not done:
                 os._exit(1)
 
-    def _work(self) -> None:
+    def _carry_out_requests(self) -> None:
         wire = self._connect()
-        if not wire.wait(tcp.MARKER, MARKER_WAIT_S):
-            raise _Incompatible("a TCPStore answers there, but it is not served by elasticd")
-        protocol, _, start = (wire.read(tcp.MARKER) or b"").decode(errors="replace").partition(" ")
-        if protocol != PROTOCOL:
-            raise _Incompatible(f"the store uses elasticd's c10d protocol {protocol[:32]!r}, this agent {PROTOCOL}")
+        if not wire.wait(tcp.HOST_MARKER, MARKER_WAIT_S):
+            raise _IncompatibleStore("a TCPStore answers there, but it is not served by elasticd")
+        protocol, _, start = (wire.read(tcp.HOST_MARKER) or b"").decode(errors="replace").partition(" ")
+        if protocol != PROTOCOL_VERSION:
+            raise _IncompatibleStore(
+                f"the store uses elasticd's c10d protocol {protocol[:32]!r}, this agent {PROTOCOL_VERSION}"
+            )
         self._send({"ready": start})
         operations = Operations(wire)
         while True:
@@ -325,5 +331,5 @@ def _is_present(envelope: tcp.Envelope) -> bool:
     return envelope.state is tcp.KeyState.PRESENT
 
 
-def _text(value: bytes) -> str:
+def _to_base64(value: bytes) -> str:
     return base64.b64encode(value).decode("ascii")

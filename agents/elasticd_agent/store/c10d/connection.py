@@ -50,7 +50,7 @@ from typing import Any
 
 from elasticd import channel as messages
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.store.c10d.tcp_store import parse_start
+from elasticd_agent.store.c10d.tcp_store import parse_marker
 from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.network.addresses import format_endpoint
 from elasticd_agent.system.network.sockets import shut_down
@@ -150,7 +150,7 @@ class _Target:
     term: int
     serve: bool = False
     listener: socket.socket | None = None  #: to serve on
-    serve_on: bool = False  #: a store that was hosted here before serves on
+    keep_own_server: bool = False  #: a store that was hosted here before goes on
 
 
 @dataclass(slots=True)
@@ -242,9 +242,9 @@ class C10dConnection:
         """Use no store of another term until `move` or `host`."""
         self._expected = term
 
-    def move(self, endpoint: tuple[str, int], term: int, serve_on: bool) -> None:
+    def move(self, endpoint: tuple[str, int], term: int, keep_own_server: bool) -> None:
         """Use the store of this term there from now on. One that was hosted here ends, unless it is to serve on."""
-        self._use(_Target(*endpoint, term, serve_on=serve_on))
+        self._set_target(_Target(*endpoint, term, keep_own_server=keep_own_server))
 
     def host(self, term: int) -> None:
         """Host an empty store of this term, at `port`, and use it. One that was hosted here ends. Raises OSError."""
@@ -252,9 +252,9 @@ class C10dConnection:
             listener = listen(self.port)  # a firewall may expect it
         except OSError:
             listener = listen(0)
-        self._use(_Target("127.0.0.1", listener.getsockname()[1], term, True, listener))
+        self._set_target(_Target("127.0.0.1", listener.getsockname()[1], term, True, listener))
 
-    def _use(self, target: _Target) -> None:
+    def _set_target(self, target: _Target) -> None:
         with self._state:
             self._wanted = target
             self._expected = self.term = target.term
@@ -272,8 +272,8 @@ class C10dConnection:
             self._hurry.clear()
         if target is before:
             return
-        if not target.serve_on:
-            self._drop_server_channel()
+        if not target.keep_own_server:
+            self._end_server()
         self._server = 0
         if self._listener is not None:
             self._listener.close()
@@ -292,7 +292,7 @@ class C10dConnection:
                 left = start_by - time.monotonic()
                 if self._closing.is_set() or left <= 0 or not self._state.wait(left):
                     self._begin_outage()
-                    raise StoreUnavailable(self._sentence())
+                    raise StoreUnavailable(self._outage_sentence())
             if start_by > deadline:
                 deadline = time.monotonic() + self._timeout_s
             channel = self._channel
@@ -312,7 +312,7 @@ class C10dConnection:
             if (not call.done.is_set() or not sent) and within > self._timeout_s / 2:
                 self._why = f"no answer within {self._timeout_s:g} s"
                 self._abandon(channel)
-            raise StoreUnavailable(self._sentence())
+            raise StoreUnavailable(self._outage_sentence())
 
     def follow(self, prefix: str) -> None:
         """Report changes below `prefix` from now on; during an outage, from its end on."""
@@ -388,9 +388,9 @@ class C10dConnection:
         """Log the begin of an outage, once, with the reason that is known. Called under the lock."""
         if not self._in_outage and not self._closing.is_set():
             self._in_outage = True
-            self._log(f"{self._sentence()}; retrying, running workers continue")
+            self._log(f"{self._outage_sentence()}; retrying, running workers continue")
 
-    def _sentence(self) -> str:
+    def _outage_sentence(self) -> str:
         if self._wanted.serve:
             host, hint = "hosted here" if self.standalone else "hosted by this agent", ""
         else:
@@ -413,7 +413,7 @@ class C10dConnection:
             was_ready = False
             self._take_target()
             try:
-                was_ready = self._connection()
+                was_ready = self._run_client()
                 longest = MAX_PAUSE_S
             except HelperLost as lost:
                 self._end_helper()
@@ -438,9 +438,9 @@ class C10dConnection:
             helper, self._helper, self._server = self._helper, None, 0
         if helper is not None:
             helper.end()
-        self._drop_server_channel()
+        self._end_server()
 
-    def _connection(self) -> bool:
+    def _run_client(self) -> bool:
         """Run one client until it ends. True if it became ready."""
         if self._used.serve and not self._server:
             self._bind()  # before a second of a core is spent on the helper
@@ -481,7 +481,7 @@ class C10dConnection:
         if self._server and helper.ask({"do": "alive", "pid": self._server})["alive"]:
             return
         listening = self._bind()
-        self._drop_server_channel()
+        self._end_server()
         self._server_channel, theirs = socket.socketpair()
         with listening as listener, theirs:
             self._listener = None
@@ -505,7 +505,7 @@ class C10dConnection:
                 self._closing.wait(0.1)
         return self._listener
 
-    def _drop_server_channel(self) -> None:
+    def _end_server(self) -> None:
         channel, self._server_channel = self._server_channel, None
         if channel is not None:
             channel.close()
@@ -527,7 +527,7 @@ class C10dConnection:
                     if not self._accepts(start):
                         break
                     ready = True
-                    self._connected(channel)
+                    self._on_connected(channel)
                 case {"id": number}:
                     with self._state:
                         call = self._calls.get(number)
@@ -549,7 +549,7 @@ class C10dConnection:
 
     def _accepts(self, start: str) -> bool:
         """True if the store is the one to use: another agent may have begun to host one at this address."""
-        standalone, term = parse_start(start)
+        standalone, term = parse_marker(start)
         with self._state:
             if self._wanted is not self._used:
                 return False
@@ -559,7 +559,7 @@ class C10dConnection:
             self.standalone, self.term = standalone, term
             return True
 
-    def _connected(self, channel: socket.socket) -> None:
+    def _on_connected(self, channel: socket.socket) -> None:
         """Register all watches with the new client, then let callers in, then report every prefix as changed: changes
         during the outage had no watch.
         """
@@ -569,7 +569,7 @@ class C10dConnection:
             self._send_without_answer(channel, "watch", prefix, CONNECT_DEADLINE_S)
         with self._state:
             if self._wanted is not self._used:
-                return  # `_use` has ended the channel
+                return  # `_set_target` has ended the channel
             back = self._in_outage
             self._ready = self._was_ready = True
             self._in_outage = False

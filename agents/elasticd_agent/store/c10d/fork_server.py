@@ -75,21 +75,21 @@ class ForkServer:
             request, fds = messages.receive_with_descriptors(self._control, 2)
             if request is None:
                 break
-            messages.send(self._control, self._do(request, fds))
+            messages.send(self._control, self._handle(request, fds))
         for pid in list(self._children):
-            self._end(pid)
+            self._kill_child(pid)
         os._exit(0)  # torch's work at exit takes half a second and is not needed here
 
-    def _do(self, request: messages.Message, fds: list[int]) -> messages.Message:
+    def _handle(self, request: messages.Message, fds: list[int]) -> messages.Message:
         match request["do"]:
             case "connect":
                 with socket.socket(fileno=fds[0]) as channel:
-                    return {"pid": self._fork(lambda: self._connect(request, channel))}
+                    return {"pid": self._fork(lambda: self._run_client(request, channel))}
             case "serve":
                 with socket.socket(fileno=fds[0]) as listener, socket.socket(fileno=fds[1]) as channel:
-                    return {"pid": self._fork(lambda: self._host(request, listener, channel))}
+                    return {"pid": self._fork(lambda: self._run_server(request, listener, channel))}
             case "end":
-                self._end(request["pid"])
+                self._kill_child(request["pid"])
                 return {"pid": request["pid"]}
             case _:
                 return {"alive": self._is_alive(request["pid"])}
@@ -98,11 +98,11 @@ class ForkServer:
         me = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._child(me, run)
+            self._run_child(me, run)
         self._children.add(pid)
         return pid
 
-    def _child(self, parent: int, run: Callable[[], None]) -> NoReturn:
+    def _run_child(self, parent: int, run: Callable[[], None]) -> NoReturn:
         status = 1
         try:
             die_with(parent)
@@ -114,7 +114,7 @@ class ForkServer:
                 sys.excepthook(*sys.exc_info())
             os._exit(status)
 
-    def _connect(self, request: messages.Message, channel: socket.socket) -> None:
+    def _run_client(self, request: messages.Message, channel: socket.socket) -> None:
         prctl(PR_SET_NAME, b"elasticd-c10d-c")
         port, timeout_s = request["port"], request["timeout_s"]
         address = ""
@@ -131,7 +131,7 @@ class ForkServer:
 
         C10dClient(connect, channel).serve()
 
-    def _host(self, request: messages.Message, listener: socket.socket, channel: socket.socket) -> None:
+    def _run_server(self, request: messages.Message, listener: socket.socket, channel: socket.socket) -> None:
         prctl(PR_SET_NAME, b"elasticd-c10d-h")
         set_host_lookup(b"files")
         # A connection for each agent and each watch of an agent: thousands in a large job.
@@ -148,7 +148,7 @@ class ForkServer:
         self._children.remove(pid)
         return False
 
-    def _end(self, pid: int) -> None:
+    def _kill_child(self, pid: int) -> None:
         if self._is_alive(pid):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -8,8 +8,8 @@ seconds could not have seen a renewal in them, and ending a lease for that would
 no other clock is read: holders send no times, only counts.
 
 Every decision is a compare-and-swap against the value that was read. A lease is ended by swapping the resting count for
-ENDED, so a renewal that arrives in between wins; a key is removed by swapping its envelope for a tombstone, so a new
-value that arrives in between stays.
+ENDED_LEASE_COUNT, so a renewal that arrives in between wins; a key is removed by swapping its envelope for a tombstone,
+so a new value that arrives in between stays.
 
 A tombstone keeps the version of a deleted key for `TOMBSTONE_S`, much longer than any request takes. Within that time
 no client still holds an older version of the key, so its removal cannot make an old version valid again. Removal has
@@ -27,17 +27,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticd_agent.store.c10d import tcp_store as tcp
-from elasticd_agent.store.c10d.client_process import PROTOCOL, WATCH_RECHECK_S, remove
+from elasticd_agent.store.c10d.client_process import PROTOCOL_VERSION, WATCH_RECHECK_S, remove
 from elasticd_agent.system.network.tcp_store import with_backend_fallback
 
 TURN_S = 0.2
 """A lease may end so late; 0.2 s cost 0.2 % of a core."""
-SWEEP_S = 5.0
+SWEEP_INTERVAL_S = 5.0
 TOMBSTONE_S = 30.0
 """Much longer than any request: a client that read a key before its deletion, or its name, is done by then."""
-UNWATCHED_S = 4 * WATCH_RECHECK_S
-MAX_GAPS_PER_TURN = 256
-_NOTHING = tcp.Envelope(tcp.KeyState.TOMBSTONE, 0, "", b"")
+DROP_UNWATCHED_AFTER_S = 4 * WATCH_RECHECK_S
+MAX_CHANGES_PER_TURN = 256
+_MISSING_KEY = tcp.Envelope(tcp.KeyState.TOMBSTONE, 0, "", b"")
 
 
 def serve(
@@ -73,13 +73,13 @@ class _Lease:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedPrefix:
     last_change: int
-    moved_at: float
-    presence: bytes | None = None
+    watchers_moved_at: float
+    watchers_count: bytes | None = None
     gap_at: int | None = None  #: the number that was missing at the last turn
-    old: deque[tuple[float, int]] = field(default_factory=deque)
-    deleted: int = 0
+    old_changes: deque[tuple[float, int]] = field(default_factory=deque)
+    last_deleted: int = 0
 
 
 class HostMaintenance:
@@ -91,7 +91,7 @@ class HostMaintenance:
         """Seconds for which this process was awake: a suspended host must not end all leases."""
         self._last: float | None = None
         self._leases: dict[str, _Lease] = {}
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _WatchedPrefix] = {}
         self._gone_since: dict[str, tuple[bytes | None, float]] = {}
         self._swept_at = 0.0
         self._swept: bytes | None = None
@@ -99,41 +99,46 @@ class HostMaintenance:
     def initialize(self, standalone: bool = False, term: int = 0) -> None:
         # A restarted host has an empty store, whose versions must differ from those before. Milliseconds grow faster
         # than versions, and the random part separates two starts in one millisecond or after a clock set back.
-        self._wire.set(tcp.VERSION, str((time.time_ns() // 1_000_000 << 20) + secrets.randbits(20)).encode())
-        for register in (tcp.DIRECTORIES, tcp.LEASES, tcp.WATCHED):
-            self._wire.set(register, tcp.join_entries(()))
-        host = tcp.STANDALONE if standalone else f"{tcp.TERM_FIELD}{term}" if term else ""
-        self._wire.set(tcp.MARKER, f"{PROTOCOL} {secrets.token_hex(8)}{host}".encode())
+        self._wire.set(tcp.VERSION_COUNTER, str((time.time_ns() // 1_000_000 << 20) + secrets.randbits(20)).encode())
+        for register in (tcp.DIRECTORY_REGISTER, tcp.LEASE_REGISTER, tcp.WATCHED_PREFIX_REGISTER):
+            self._wire.set(register, tcp.encode_entries(()))
+        host = tcp.STANDALONE_SUFFIX if standalone else f"{tcp.TERM_FIELD}{term}" if term else ""
+        self._wire.set(tcp.HOST_MARKER, f"{PROTOCOL_VERSION} {secrets.token_hex(8)}{host}".encode())
 
     def turn(self, monotonic: float) -> None:
         if self._last is not None:
             self.awake_s += min(monotonic - self._last, 2 * TURN_S)
         self._last = monotonic
         leases, watched = list(self._leases), list(self._watched)
-        keys = [tcp.VERSION, tcp.LEASES, tcp.WATCHED, *map(tcp.lease_key, leases)]
-        keys += [*map(tcp.counter_key, watched), *map(tcp.watchers_key, watched)]
+        keys = [
+            tcp.VERSION_COUNTER,
+            tcp.LEASE_REGISTER,
+            tcp.WATCHED_PREFIX_REGISTER,
+            *map(tcp.lease_counter_key, leases),
+        ]
+        keys += [*map(tcp.change_counter_key, watched), *map(tcp.watcher_counter_key, watched)]
         version, registered, prefixes, *values = self._wire.read_all(keys)
         self._discover(registered, prefixes)
         for lease, count in zip(leases, values, strict=False):
             self._check_lease(lease, self._leases[lease], count)
         counts = values[len(leases) :]
-        for prefix, count, presence in zip(watched, counts, counts[len(watched) :], strict=False):
+        for prefix, count, watchers_count in zip(watched, counts, counts[len(watched) :], strict=False):
             self._repair_changes(prefix, self._watched[prefix], tcp.parse_number(count) or 0)
-            self._drop_if_unwatched(prefix, self._watched[prefix], presence)
-        if self.awake_s - self._swept_at >= SWEEP_S and (version != self._swept or self._gone_since):
+            self._drop_if_unwatched(prefix, self._watched[prefix], watchers_count)
+        if self.awake_s - self._swept_at >= SWEEP_INTERVAL_S and (version != self._swept or self._gone_since):
             self._swept_at = self.awake_s
             self._swept = version
             self.sweep()
 
     def _discover(self, registered: bytes | None, prefixes: bytes | None) -> None:
         """Take up leases and watched prefixes that clients have registered since the last turn."""
-        for line in tcp.entries(registered):
+        for line in tcp.decode_entries(registered):
             lease, _, ttl_ms = line.partition(" ")
             if lease not in self._leases and ttl_ms.isdigit():
                 self._leases[lease] = _Lease(int(ttl_ms) / 1000, None, self.awake_s)
-        for prefix in tcp.entries(prefixes):
+        for prefix in tcp.decode_entries(prefixes):
             if prefix not in self._watched:
-                self._watched[prefix] = _Watched(0, self.awake_s)
+                self._watched[prefix] = _WatchedPrefix(0, self.awake_s)
 
     def _check_lease(self, name: str, lease: _Lease, count: bytes | None) -> None:
         """End a lease whose count rests, and forget one that ended `TOMBSTONE_S` ago."""
@@ -144,26 +149,26 @@ class HostMaintenance:
                     return
                 # Compared with the count that was read: a renewal in between wins.
                 if self.awake_s - lease.moved_at < lease.ttl_s or not self._wire.swap(
-                    tcp.lease_key(name), count, tcp.ENDED
+                    tcp.lease_counter_key(name), count, tcp.ENDED_LEASE_COUNT
                 ):
                     return
             lease.ended_at = self.awake_s
             self._drop_keys(name)
         elif self.awake_s - lease.ended_at >= TOMBSTONE_S:
             self._drop_keys(name)  # a late holder may have put its key since
-            self._remove_entry(tcp.LEASES, f"{name} {round(lease.ttl_s * 1000)}")
+            self._remove_entry(tcp.LEASE_REGISTER, f"{name} {round(lease.ttl_s * 1000)}")
             self._wire.delete(tcp.lease_members_key(name))
-            self._wire.delete(tcp.lease_key(name))
+            self._wire.delete(tcp.lease_counter_key(name))
             del self._leases[name]
 
     def _drop_keys(self, lease: str) -> None:
         """Remove every key of an ended lease. Keys that have another lease since stay."""
-        for key in tcp.entries(self._wire.read(tcp.lease_members_key(lease))):
+        for key in tcp.decode_entries(self._wire.read(tcp.lease_members_key(lease))):
             remove(self._wire, key, lease)
 
-    def _repair_changes(self, prefix: str, watched: _Watched, count: int) -> None:
+    def _repair_changes(self, prefix: str, watched: _WatchedPrefix, count: int) -> None:
         """A writer killed between counting a change and naming it leaves a gap, at which every watch would stop."""
-        upto = min(count, watched.last_change + MAX_GAPS_PER_TURN)
+        upto = min(count, watched.last_change + MAX_CHANGES_PER_TURN)
         missing = range(watched.last_change + 1, upto + 1)
         if missing and self._wire.check([tcp.change_key(prefix, n) for n in missing]):
             watched.last_change = upto
@@ -172,37 +177,38 @@ class HostMaintenance:
             if gap == watched.gap_at:
                 self._wire.swap(tcp.change_key(prefix, gap), None, tcp.to_bytes(prefix) or b"/")
             watched.last_change, watched.gap_at = gap - 1, gap
-        if watched.last_change > (watched.old[-1][1] if watched.old else 0):
-            watched.old.append((self.awake_s, watched.last_change))
-        while watched.old and self.awake_s - watched.old[0][0] >= TOMBSTONE_S:
-            for n in range(watched.deleted + 1, watched.old.popleft()[1] + 1):
+        if watched.last_change > (watched.old_changes[-1][1] if watched.old_changes else 0):
+            watched.old_changes.append((self.awake_s, watched.last_change))
+        while watched.old_changes and self.awake_s - watched.old_changes[0][0] >= TOMBSTONE_S:
+            for n in range(watched.last_deleted + 1, watched.old_changes.popleft()[1] + 1):
                 self._wire.delete(tcp.change_key(prefix, n))
-                watched.deleted = n
+                watched.last_deleted = n
 
-    def _drop_if_unwatched(self, prefix: str, watched: _Watched, presence: bytes | None) -> None:
+    def _drop_if_unwatched(self, prefix: str, watched: _WatchedPrefix, watchers_count: bytes | None) -> None:
         """Remove a prefix that no client watches any more, and its changes."""
-        if presence != watched.presence:
-            watched.presence, watched.moved_at = presence, self.awake_s
-        elif self.awake_s - watched.moved_at >= UNWATCHED_S:
-            self._remove_entry(tcp.WATCHED, prefix)
-            if self._wire.read(tcp.watchers_key(prefix)) != presence:  # a client that still saw it listed relies on it
-                self._wire.append(tcp.WATCHED, tcp.entry(prefix))
+        if watchers_count != watched.watchers_count:
+            watched.watchers_count, watched.watchers_moved_at = watchers_count, self.awake_s
+        elif self.awake_s - watched.watchers_moved_at >= DROP_UNWATCHED_AFTER_S:
+            self._remove_entry(tcp.WATCHED_PREFIX_REGISTER, prefix)
+            # A client that still saw it listed relies on it.
+            if self._wire.read(tcp.watcher_counter_key(prefix)) != watchers_count:
+                self._wire.append(tcp.WATCHED_PREFIX_REGISTER, tcp.encode_entry(prefix))
                 return
-            for n in range(watched.deleted + 1, watched.last_change + 1):
+            for n in range(watched.last_deleted + 1, watched.last_change + 1):
                 self._wire.delete(tcp.change_key(prefix, n))
-            self._wire.delete(tcp.counter_key(prefix))
-            self._wire.delete(tcp.watchers_key(prefix))
+            self._wire.delete(tcp.change_counter_key(prefix))
+            self._wire.delete(tcp.watcher_counter_key(prefix))
             del self._watched[prefix]
 
     def sweep(self) -> None:
         """Remove old tombstones, and the names of keys that were never created."""
         gone: dict[str, tuple[bytes | None, float]] = {}
-        for directory in tcp.entries(self._wire.read(tcp.DIRECTORIES)):
-            leaves = tcp.entries(self._wire.read(tcp.index_key(directory)))
+        for directory in tcp.decode_entries(self._wire.read(tcp.DIRECTORY_REGISTER)):
+            leaves = tcp.decode_entries(self._wire.read(tcp.index_key(directory)))
             keys = [directory + leaf for leaf in leaves]
             removed: set[str] = set()
             for key, raw in zip(keys, self._wire.read_all([tcp.value_key(key) for key in keys]), strict=True):
-                envelope = tcp.decode(raw)
+                envelope = tcp.decode_envelope(raw)
                 if envelope is not None and envelope.state is tcp.KeyState.PRESENT:
                     continue
                 before = self._gone_since.get(key)
@@ -210,7 +216,7 @@ class HostMaintenance:
                 if self.awake_s - since < TOMBSTONE_S:
                     gone[key] = (raw, since)
                 elif self._wire.swap(
-                    tcp.value_key(key), raw, (envelope or _NOTHING).as_tombstone(tcp.KeyState.REMOVING)
+                    tcp.value_key(key), raw, (envelope or _MISSING_KEY).encode_tombstone(tcp.KeyState.REMOVING)
                 ):
                     removed.add(key[len(directory) :])
             self._remove_tombstones(directory, removed)
@@ -223,18 +229,18 @@ class HostMaintenance:
         index = tcp.index_key(directory)
         while True:  # ends: only an append makes the swap fail, and appends are finished within a turn
             raw = self._wire.read(index)
-            remaining = [leaf for leaf in tcp.entries(raw) if leaf not in removed]
-            if self._wire.swap(index, raw, tcp.join_entries(remaining) if remaining else tcp.CLOSING):
+            remaining = [leaf for leaf in tcp.decode_entries(raw) if leaf not in removed]
+            if self._wire.swap(index, raw, tcp.encode_entries(remaining) if remaining else tcp.CLOSING_INDEX):
                 break
         for leaf in removed:
             self._wire.delete(tcp.value_key(directory + leaf))
         if not remaining:
-            self._remove_entry(tcp.DIRECTORIES, directory)
+            self._remove_entry(tcp.DIRECTORY_REGISTER, directory)
             self._wire.delete(index)
 
     def _remove_entry(self, register: bytes, entry: str) -> None:
         """Remove one entry of a register by compare-and-swap."""
         while True:  # ends: as above
             raw = self._wire.read(register)
-            if self._wire.swap(register, raw, tcp.join_entries(e for e in tcp.entries(raw) if e != entry)):
+            if self._wire.swap(register, raw, tcp.encode_entries(e for e in tcp.decode_entries(raw) if e != entry)):
                 return

@@ -19,9 +19,9 @@ from elasticd_agent.model.records import Round
 from elasticd_agent.store import Store
 from elasticd_agent.system.network.addresses import format_endpoint, is_local, parse_endpoint
 
-INTERVAL_S = 1.0
-CONNECT_S = 0.5
-FOREIGN_S = 30.0
+TRY_INTERVAL_S = 1.0
+CONNECT_TIMEOUT_S = 0.5
+FOREIGN_RETRY_S = 30.0
 """Before a store that is not elasticd's is tried again."""
 
 
@@ -53,13 +53,13 @@ class Signpost:
         self._closing.set()
 
     def _run(self) -> None:
-        while not self._closing.wait(INTERVAL_S):
+        while not self._closing.wait(TRY_INTERVAL_S):
             if not self._is_needed():
                 continue
-            with contextlib.suppress(OSError), socket.create_connection(self._endpoint, CONNECT_S) as life:
-                told = self._tell()
+            with contextlib.suppress(OSError), socket.create_connection(self._endpoint, CONNECT_TIMEOUT_S) as life:
+                told = self._write_round()
                 # The connection ends with the store's process: the next one at this address knows nothing.
-                while not self._closing.wait(INTERVAL_S if told else FOREIGN_S) and self._round is not None:
+                while not self._closing.wait(TRY_INTERVAL_S if told else FOREIGN_RETRY_S) and self._round is not None:
                     if not told or select.select([life], [], [], 0)[0]:
                         break
 
@@ -71,7 +71,7 @@ class Signpost:
         host, port = self._endpoint
         return not (parse_endpoint(round.store.endpoint)[1] == port and is_local(host))
 
-    def _tell(self) -> bool:
+    def _write_round(self) -> bool:
         """False: what answers there is no store of elasticd's."""
         store = self._open_store()
         try:

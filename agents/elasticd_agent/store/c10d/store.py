@@ -30,7 +30,7 @@ class C10dStore(C10dConnection):
 
     def read(self, key: str) -> Versioned | None:
         """Return the key's value and version; None: it does not exist."""
-        answer = self.call("read", key=_named(key))
+        answer = self.call("read", key=_checked_key(key))
         return None if answer is None else _versioned(answer)
 
     def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
@@ -39,17 +39,17 @@ class C10dStore(C10dConnection):
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        args = {"key": _named(key), "expected": expected, "value": _text(value), "guard": guard}
+        args = {"key": _checked_key(key), "expected": expected, "value": _to_base64(value), "guard": guard}
         return bool(self.call("compare_and_swap", **args))
 
     def delete(self, key: str) -> bool:
         if key.endswith("/"):  # a host of an earlier version deletes one key at a time
             return sum(self.delete(below) for below in self.list(key)) > 0
-        return bool(self.call("delete", key=_named(key)))
+        return bool(self.call("delete", key=_checked_key(key)))
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """Create the key under a lease that the host ends when its renewals stop."""
-        granted = self.call("announce", key=_named(key), value=_text(value), ttl_s=ttl_s)
+        granted = self.call("announce", key=_checked_key(key), value=_to_base64(value), ttl_s=ttl_s)
         return None if granted is None else _C10dLease(self, ttl_s, *granted)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
@@ -86,24 +86,24 @@ class _C10dLease:
     store: C10dStore
     ttl_s: float
     name: str
-    first: int
+    first_count: int
     ended: bool = False
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         if self.ended:
             return None
-        args = {"lease": self.name, "first": self.first, "key": _named(key), "value": _text(value)}
+        args = {"lease": self.name, "first": self.first_count, "key": _checked_key(key), "value": _to_base64(value)}
         version: int | None = self.store.call("put", expected=expected, **args)
         return version
 
     def renew(self) -> bool:
-        if not self.ended and not self.store.call("renew", lease=self.name, first=self.first):
+        if not self.ended and not self.store.call("renew", lease=self.name, first=self.first_count):
             self.ended = True
         return not self.ended
 
     def withdraw(self) -> None:
         if not self.ended:
-            self.store.call("withdraw", lease=self.name, first=self.first)
+            self.store.call("withdraw", lease=self.name, first=self.first_count)
             self.ended = True
 
 
@@ -117,13 +117,13 @@ class _C10dWatch:
         self.store._end_watch(self)
 
 
-def _named(key: str) -> str:
+def _checked_key(key: str) -> str:
     if "\n" in key:
         raise ValueError(f"a key cannot have a line break in it: {key!r}")
     return key
 
 
-def _text(value: bytes) -> str:
+def _to_base64(value: bytes) -> str:
     return base64.b64encode(value).decode("ascii")
 
 

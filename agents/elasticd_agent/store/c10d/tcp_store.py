@@ -20,7 +20,7 @@ verbs, by rules that every client keeps; `server_process` maintains what no clie
                 watch says that a key is worth reading again: one that is missed costs time, never correctness
     guard       two keys cannot be compared at once. The guard is read first and the key written then; a new leader
                 therefore gives the guarded key another version, and a former one loses its compare-and-set
-    host        a restarted host has lost everything. `MARKER`, written last, names one start of the host: a client
+    host        a restarted host has lost everything. `HOST_MARKER`, written last, names one start of the host: a client
                 that finds another one treats all of its leases as ended and all versions as invalid
 
 Everything works with torch 2.6 and newer and imports only the standard library: this runs in the helper process, which
@@ -40,27 +40,27 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-_GET_S = 0.2
-_ROUNDING_S = 0.01
+_GET_TIMEOUT_S = 0.2
+_TIMEOUT_ROUNDING_S = 0.01
 
 # ---- key names
 
 ROOT = b"elasticd/1/"
-MARKER = ROOT + b"host"
+HOST_MARKER = ROOT + b"host"
 """Identifies one start of the host. Written last, so that everything else is in place once it is there."""
-STANDALONE = " standalone"
+STANDALONE_SUFFIX = " standalone"
 """Ends the marker of a host that is no agent of a job: any of its agents may lead then."""
 TERM_FIELD = " term="
 """Begins the end of the marker of a host that is an agent, where another agent may host the job's next store."""
-VERSION = ROOT + b"version"
+VERSION_COUNTER = ROOT + b"version"
 """The counter from which all versions are drawn."""
-DIRECTORIES = ROOT + b"directories"
-LEASES = ROOT + b"leases"
-WATCHED = ROOT + b"watched"
+DIRECTORY_REGISTER = ROOT + b"directories"
+LEASE_REGISTER = ROOT + b"leases"
+WATCHED_PREFIX_REGISTER = ROOT + b"watched"
 """The prefixes that any client watches: a change moves only their counters, and wakes no other client."""
-CLOSING = b"!closing\n"
+CLOSING_INDEX = b"!closing\n"
 """An index that the host is about to remove: entries added to it now are lost."""
-ENDED = b"-4611686018427387904"
+ENDED_LEASE_COUNT = b"-4611686018427387904"
 """A lease's counter after its end, so low that no renewal brings it above zero again."""
 
 
@@ -79,13 +79,13 @@ def _key(kind: bytes, name: str) -> bytes:
 value_key = partial(_key, b"value/")
 index_key = partial(_key, b"index/")
 """The names in a directory."""
-lease_key = partial(_key, b"lease/")
+lease_counter_key = partial(_key, b"lease/")
 """A lease's counter, which every renewal moves."""
 lease_members_key = partial(_key, b"held/")
 """The keys that may belong to a lease."""
-counter_key = partial(_key, b"changes/")
+change_counter_key = partial(_key, b"changes/")
 """The number of changes below a watched prefix."""
-watchers_key = partial(_key, b"watching/")
+watcher_counter_key = partial(_key, b"watching/")
 """Moves while any client watches the prefix."""
 
 
@@ -103,23 +103,23 @@ def split_key(key: str) -> tuple[str, str]:
 # ---- registers: values to which every client only appends
 
 
-def entry(text: str) -> bytes:
+def encode_entry(text: str) -> bytes:
     return b"=" + to_bytes(text) + b"\n"
 
 
-def entries(raw: bytes | None) -> dict[str, None]:
+def decode_entries(raw: bytes | None) -> dict[str, None]:
     """The entries of a register, each once, in order. Foreign lines are ignored."""
     return dict.fromkeys(to_text(part[1:]) for part in (raw or b"").split(b"\n") if part.startswith(b"="))
 
 
-def join_entries(texts: Iterable[str]) -> bytes:
+def encode_entries(texts: Iterable[str]) -> bytes:
     """A register with these entries. Never empty: to a TCPStore an empty value is none."""
-    return b"".join(map(entry, texts)) or b"\n"
+    return b"".join(map(encode_entry, texts)) or b"\n"
 
 
-def parse_start(start: str) -> tuple[bool, int]:
+def parse_marker(start: str) -> tuple[bool, int]:
     """The facts in a marker: True if the host is no agent of a job, and the store's term, 0 for none."""
-    return start.endswith(STANDALONE), parse_number(start.partition(TERM_FIELD)[2].encode()) or 0
+    return start.endswith(STANDALONE_SUFFIX), parse_number(start.partition(TERM_FIELD)[2].encode()) or 0
 
 
 def parse_number(raw: bytes | None) -> int | None:
@@ -160,11 +160,11 @@ class Envelope:
         )
         return b" ".join(head) + b"\n" + self.value
 
-    def as_tombstone(self, state: KeyState = KeyState.TOMBSTONE) -> bytes:
+    def encode_tombstone(self, state: KeyState = KeyState.TOMBSTONE) -> bytes:
         return replace(self, state=state, lease="", value=b"").encode()
 
 
-def decode(raw: bytes | None) -> Envelope | None:
+def decode_envelope(raw: bytes | None) -> Envelope | None:
     """None: there is no value. Foreign bytes are a value of version 0, which its readers reject."""
     if not raw:
         return None
@@ -204,7 +204,7 @@ class TcpStoreConnection:
         self._store = tcp_store(host, port, wait_for_workers=False, timeout=timeout, **{"is_master": False, **more})
         self._unmatchable = b"?" + secrets.token_hex(8).encode()
         # Only multi_get uses it, and it waits only for a key that has just been removed.
-        self._store.set_timeout(timedelta(seconds=_GET_S))
+        self._store.set_timeout(timedelta(seconds=_GET_TIMEOUT_S))
 
     def read(self, key: bytes) -> bytes | None:
         """One request; torch's get() makes two, and blocks if there is no value.
@@ -248,7 +248,7 @@ class TcpStoreConnection:
             self._store.wait([key], timedelta(seconds=seconds))
         except RuntimeError:
             # What is raised for a lost connection and for a timeout differs from version to version.
-            if time.monotonic() - started < seconds - _ROUNDING_S:
+            if time.monotonic() - started < seconds - _TIMEOUT_ROUNDING_S:
                 raise
             return False
         return True

@@ -17,35 +17,35 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-TRIAL_S = 20
+TRIAL_TIMEOUT_S = 20
 
 
 def load_tcp_store() -> Callable[..., Any]:
     """Raises ImportError, AttributeError: there is no torch that has one."""
-    if _works():
-        return extension_only()
+    if _extension_works():
+        return load_from_extension()
     tcp_store: Callable[..., Any] = importlib.import_module("torch.distributed").TCPStore
     return tcp_store
 
 
-def _works() -> bool:
+def _extension_works() -> bool:
     """A crash or a wait for ever ends only the child. What it prints is for nobody."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            signal.alarm(TRIAL_S)
+            signal.alarm(TRIAL_TIMEOUT_S)
             silent = os.open(os.devnull, os.O_WRONLY)
             for stream in (1, 2):
                 os.dup2(silent, stream)
-            store = extension_only()("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = load_from_extension()("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             status = 0 if store.compare_set("a", "", "b") == b"b" else 1
         finally:
             os._exit(status)
     return os.waitpid(pid, 0)[1] == 0
 
 
-def extension_only() -> Callable[..., Any]:
+def load_from_extension() -> Callable[..., Any]:
     package = importlib.util.find_spec("torch")
     if package is None or not package.submodule_search_locations:
         raise ImportError("there is no torch")

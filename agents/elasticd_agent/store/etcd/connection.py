@@ -47,10 +47,10 @@ from elasticd_agent.system.network.addresses import format_endpoint
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.4
 """A third of the default lease is 1 s; a reconnected client must have renewed well before that."""
 
-AUTHENTICATE_S = 20.0
+AUTHENTICATE_TIMEOUT_S = 20.0
 """The time for a token, however little each caller has. etcd serves some hundred clients in it, others in the next."""
 
-_OPTIONS = (
+_CHANNEL_OPTIONS = (
     # A frozen server or a lost host keeps a watch silent: ping every 5 s (what etcd allows), wait 2 s. The same time
     # becomes TCP_USER_TIMEOUT, which ends a connection whose data is not acknowledged.
     ("grpc.keepalive_time_ms", 5000),
@@ -68,14 +68,14 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
 )
 # The time for making a connection. No request waits for a stream's, and many agents may begin theirs at once.
-_CALL_OPTIONS = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", 500))
-_STREAM_OPTIONS = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5000))
+_CALL_CHANNEL_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 500))
+_STREAM_CHANNEL_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5000))
 # A member without a leader must answer so at once instead of blocking, on streams above all.
-_HAS_LEADER = ("hasleader", "true")
+_REQUIRE_LEADER = ("hasleader", "true")
 
 
 @dataclass(eq=False, slots=True)
-class _Member:
+class _EtcdMember:
     """One endpoint."""
 
     where: str
@@ -83,7 +83,7 @@ class _Member:
     port: int
     channel: Any = None
     methods: Mapping[str, Any] = field(default_factory=dict)
-    answered: bool = False  #: it has answered before, so a failure now is an outage and no typing mistake
+    has_answered: bool = False  #: it has answered before, so a failure now is an outage and no typing mistake
     streams: set[WatchStream] = field(default_factory=set)
     authentication: Any = None  #: gRPC's future of the request for a token that is on its way
 
@@ -116,9 +116,9 @@ class EtcdConnection:
         self._password = password
         self._tls_context: ssl.SSLContext | None = diagnose.make_context(tls) if tls else None
         self._credentials = _credentials(tls, self._tls_context) if tls and self._tls_context else None
-        self._members = [_Member(format_endpoint(host, port), host, port) for host, port in endpoints]
+        self._members = [_EtcdMember(format_endpoint(host, port), host, port) for host, port in endpoints]
         self._at = random.randrange(len(self._members))  # agents spread over the members
-        self._ready: _Member | None = None
+        self._ready: _EtcdMember | None = None
         self._token: str | None = None
         self._without_auth = False
         self._down_since: float | None = None
@@ -164,14 +164,14 @@ class EtcdConnection:
             where = ", ".join(member.where for member in self._members)
             self._log(f"the store answers again: etcd at {where}, after {time.monotonic() - begun:.1f} s")
 
-    def follow(self) -> WatchStream:
+    def open_watch_stream(self) -> WatchStream:
         """A stream for watches. Raises as `call`."""
         member = self._find_member(time.monotonic() + self.timeout_s)
         with self._lock:
             if self.closing.is_set():
                 raise StoreUnavailable("the store has been closed")
             stream = WatchStream(
-                partial(self._open_channel, grpc.aio, member, _STREAM_OPTIONS), self._metadata(self._token)
+                partial(self._open_channel, grpc.aio, member, _STREAM_CHANNEL_OPTIONS), self._metadata(self._token)
             )
             member.streams = {*(s for s in member.streams if not s.ended), stream}
         return stream
@@ -208,7 +208,7 @@ class EtcdConnection:
         except grpc.RpcError as error:
             self._raise_error(member, _classify(error, member, key))
 
-    def _send_authenticated(self, member: _Member, method: str, request: Any, deadline: float) -> Any:
+    def _send_authenticated(self, member: _EtcdMember, method: str, request: Any, deadline: float) -> Any:
         """Send with a valid token: a rejected one is replaced, and the request sent again, once.
         Raises grpc.RpcError.
         """
@@ -224,13 +224,13 @@ class EtcdConnection:
                 self._token = None
         return self._send(member, method, request, self._current_token(member, deadline), deadline)
 
-    def _current_token(self, member: _Member, deadline: float) -> str | None:
+    def _current_token(self, member: _EtcdMember, deadline: float) -> str | None:
         """Return the token, or have one made. None: there is no user, or the cluster does not require one."""
         with self._lock:
             token, without_auth = self._token, self._without_auth
         if token is not None or without_auth or self._user is None:
             return token
-        pending = self._authentication(member)
+        pending = self._request_token(member)
         try:
             answer = pending.result(max(deadline - time.monotonic(), 0.001))
         except grpc.FutureTimeoutError:
@@ -249,8 +249,8 @@ class EtcdConnection:
         self._end_authentication(member, pending, str(answer.token))
         return str(answer.token)
 
-    def _authentication(self, member: _Member) -> Any:
-        """The request for a token that is on its way, or a new one. It outlives the callers that wait for it.
+    def _request_token(self, member: _EtcdMember) -> Any:
+        """Send a request for a token, unless one is on its way. It outlives the callers that wait for it.
 
         bcrypt takes etcd a tenth of a second of a processor, also for a client that has given up. If each of the many
         that come after its restart repeated its request with every call, none would ever be answered in time.
@@ -260,18 +260,20 @@ class EtcdConnection:
                 request = rpc.AuthenticateRequest(name=self._user, password=self._password or "")
                 send = self._with_channel(member).methods["Authenticate"]
                 try:
-                    member.authentication = send.future(request, timeout=AUTHENTICATE_S, metadata=self._metadata(None))
+                    member.authentication = send.future(
+                        request, timeout=AUTHENTICATE_TIMEOUT_S, metadata=self._metadata(None)
+                    )
                 except ValueError as error:  # the channel was closed meanwhile
                     raise StoreUnavailable("the store has been closed") from error
             return member.authentication
 
-    def _end_authentication(self, member: _Member, pending: Any, token: str | None = None) -> None:
+    def _end_authentication(self, member: _EtcdMember, pending: Any, token: str | None = None) -> None:
         with self._lock:
             if member.authentication is pending:
                 member.authentication = None
                 self._token = token
 
-    def _send(self, member: _Member, method: str, request: Any, token: str | None, deadline: float) -> Any:
+    def _send(self, member: _EtcdMember, method: str, request: Any, token: str | None, deadline: float) -> Any:
         left = deadline - time.monotonic()
         with self._lock:
             send = self._with_channel(member).methods[method]
@@ -280,7 +282,7 @@ class EtcdConnection:
         except ValueError as error:  # the channel was closed meanwhile
             raise StoreUnavailable("the store has been closed") from error
 
-    def _find_member(self, deadline: float) -> _Member:
+    def _find_member(self, deadline: float) -> _EtcdMember:
         """A member that answers. Raises StoreUnavailable, or StoreRefused if every member refuses us."""
         if ready := self._ready_member():
             return ready
@@ -291,15 +293,15 @@ class EtcdConnection:
                 return ready
             with self._lock:
                 order = self._members[self._at :] + self._members[: self._at]
-            return self._check_members(order, deadline)
+            return self._first_answering(order, deadline)
         finally:
             self._connecting.release()
 
-    def _ready_member(self) -> _Member | None:
+    def _ready_member(self) -> _EtcdMember | None:
         with self._lock:
             return self._ready
 
-    def _check_members(self, order: list[_Member], deadline: float) -> _Member:
+    def _first_answering(self, order: list[_EtcdMember], deadline: float) -> _EtcdMember:
         """Return the first member in `order` that answers.
 
         Raises StoreRefused if a member refuses us and no other may still accept us, else StoreUnavailable with the
@@ -317,18 +319,18 @@ class EtcdConnection:
                 unavailable.append(error)
             else:
                 with self._lock:
-                    member.answered = True
+                    member.has_answered = True
                     self._ready = member
                     self._at = self._members.index(member)
                 return member
         # Once a member has accepted us, the refusal of another one is no reason to give up while members are down.
-        if refused and not (unavailable and any(member.answered for member in order)):
+        if refused and not (unavailable and any(member.has_answered for member in order)):
             raise refused[0]
         raise unavailable[0]
 
-    def _check_member(self, member: _Member, deadline: float) -> None:
+    def _check_member(self, member: _EtcdMember, deadline: float) -> None:
         """Send a harmless request that needs a leader. Raises StoreUnavailable or StoreRefused."""
-        if self._tls_context is not None and not member.answered:
+        if self._tls_context is not None and not member.has_answered:
             diagnose.check_tls(member.host, member.port, self._tls_context, deadline - time.monotonic())
         try:
             self._send_authenticated(member, "Range", rpc.RangeRequest(key=b"\0", count_only=True), deadline)
@@ -341,17 +343,17 @@ class EtcdConnection:
             self._raise_if_not_etcd(member, error, deadline)
             raise StoreUnavailable(classified.sentence) from error
 
-    def _raise_if_not_etcd(self, member: _Member, error: grpc.RpcError, deadline: float) -> None:
+    def _raise_if_not_etcd(self, member: _EtcdMember, error: grpc.RpcError, deadline: float) -> None:
         """Raises StoreRefused if the server has never been an etcd, or is one that we cannot talk to."""
         # A name that gRPC could not resolve would block us for longer than the deadline.
-        if member.answered or self._tls_context or error.code() is not grpc.StatusCode.UNAVAILABLE:
+        if member.has_answered or self._tls_context or error.code() is not grpc.StatusCode.UNAVAILABLE:
             return
         if "failed to connect to all addresses" not in (error.details() or ""):
             return
         if why := diagnose.find_mismatch(member.host, member.port, max(deadline - time.monotonic(), 0.05)):
             raise StoreRefused(why) from error
 
-    def _raise_error(self, member: _Member, error: ClassifiedError) -> NoReturn:
+    def _raise_error(self, member: _EtcdMember, error: ClassifiedError) -> NoReturn:
         if error.kind is ErrorKind.LEASE_NOT_FOUND:
             raise LeaseNotFound(error.sentence)
         if error.kind in (ErrorKind.REFUSED, ErrorKind.PERMISSION_DENIED):
@@ -359,7 +361,7 @@ class EtcdConnection:
         self._abandon(member)
         raise StoreUnavailable(error.sentence)
 
-    def _abandon(self, member: _Member) -> None:
+    def _abandon(self, member: _EtcdMember) -> None:
         """The next request looks for a member again, beginning with another one; streams go with it."""
         streams: list[WatchStream] = []
         with self._lock:
@@ -374,14 +376,14 @@ class EtcdConnection:
     @staticmethod
     def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
         # Not as call credentials, which gRPC sends over TLS only.
-        return (_HAS_LEADER,) if token is None else (_HAS_LEADER, ("token", token))
+        return (_REQUIRE_LEADER,) if token is None else (_REQUIRE_LEADER, ("token", token))
 
-    def _with_channel(self, member: _Member) -> _Member:
+    def _with_channel(self, member: _EtcdMember) -> _EtcdMember:
         """Under the lock. Creates the channel if there is none; gRPC connects it at its first use."""
         if self.closing.is_set():
             raise StoreUnavailable("the store has been closed")
         if member.channel is None:
-            member.channel = channel = self._open_channel(grpc, member, _CALL_OPTIONS)
+            member.channel = channel = self._open_channel(grpc, member, _CALL_CHANNEL_OPTIONS)
             keys, leases = rpc.KVStub(channel), rpc.LeaseStub(channel)
             member.methods = {
                 "Range": keys.Range,
@@ -400,14 +402,14 @@ class EtcdConnection:
             }
         return member
 
-    def _open_channel(self, kind: Any, member: _Member, options: Sequence[tuple[str, int]]) -> Any:
+    def _open_channel(self, kind: Any, member: _EtcdMember, options: Sequence[tuple[str, int]]) -> Any:
         """A channel of `kind`, grpc or grpc.aio."""
         if self._credentials is not None:
             return kind.secure_channel(member.where, self._credentials, options=options)
         return kind.insecure_channel(member.where, options=options)
 
 
-def _classify(error: grpc.RpcError, member: _Member, key: str = "") -> ClassifiedError:
+def _classify(error: grpc.RpcError, member: _EtcdMember, key: str = "") -> ClassifiedError:
     return classify(error.code().name, error.details() or "", member.where, key)
 
 

@@ -52,7 +52,7 @@ _MESSAGES = {
 }
 
 # What gRPC adds to the reason: a status, the address again, the operation.
-_AROUND = re.compile(r"^[A-Z_]+: |ipv[46]:\S+: |Failed to connect to remote host: |: OK$")
+_GRPC_ADDITIONS = re.compile(r"^[A-Z_]+: |ipv[46]:\S+: |Failed to connect to remote host: |: OK$")
 
 
 def classify(code: str, details: str, where: str, key: str) -> ClassifiedError:
@@ -66,7 +66,7 @@ def classify(code: str, details: str, where: str, key: str) -> ClassifiedError:
         return ClassifiedError(ErrorKind.REFUSED, f"etcd at {where} rejects a request for {key!r}: {details}")
     if code == "DEADLINE_EXCEEDED":
         return ClassifiedError(ErrorKind.UNAVAILABLE, f"etcd at {where} did not answer in time")
-    reason = _AROUND.sub("", details.rpartition("last error: ")[2]) or code
+    reason = _GRPC_ADDITIONS.sub("", details.rpartition("last error: ")[2]) or code
     return ClassifiedError(ErrorKind.UNAVAILABLE, f"etcd at {where} cannot be reached: {reason}")
 
 

@@ -21,9 +21,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from elasticd.errors import UsageError
 
 # In the order in which they build on each other.
-_FILES = ("kv", "auth", "rpc")
+_PROTO_NAMES = ("kv", "auth", "rpc")
 # The one argument of the generated code that holds a whole .proto file, as a string of Latin-1 characters.
-_SERIALIZED = re.compile(r"serialized_pb=_b\(('(?:[^'\\]|\\.)*')\)")
+_SERIALIZED_PB = re.compile(r"serialized_pb=_b\(('(?:[^'\\]|\\.)*')\)")
 
 
 def _load() -> Any:
@@ -33,15 +33,15 @@ def _load() -> Any:
             raise UsageError("the etcd3 package is not installed; 'pip install etcd3' installs it")
         folder = Path(package.submodule_search_locations[0], "etcdrpc")
         pool = descriptor_pool.DescriptorPool()
-        for name in _FILES:
-            sys.modules[f"etcd3.etcdrpc.{name}_pb2"] = _module(pool, name, folder / f"{name}_pb2.py")
+        for name in _PROTO_NAMES:
+            sys.modules[f"etcd3.etcdrpc.{name}_pb2"] = _make_module(pool, name, folder / f"{name}_pb2.py")
     import etcd3.etcdrpc
 
     return etcd3.etcdrpc
 
 
-def _module(pool: descriptor_pool.DescriptorPool, name: str, generated: Path) -> ModuleType:
-    descriptor = _SERIALIZED.search(generated.read_text(encoding="utf-8"))
+def _make_module(pool: descriptor_pool.DescriptorPool, name: str, generated: Path) -> ModuleType:
+    descriptor = _SERIALIZED_PB.search(generated.read_text(encoding="utf-8"))
     if descriptor is None:
         raise UsageError(f"{generated} does not look like etcd3 0.12.0; 'pip install etcd3==0.12.0' installs it")
     text: str = ast.literal_eval(descriptor[1])

@@ -167,16 +167,16 @@ class EtcdStore:
 @dataclass(eq=False, frozen=True, slots=True)
 class _EtcdLease:
     _store: EtcdStore
-    _number: int
+    _lease_id: int
     ttl_s: float
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        return self._store._put(key, value, [(key, expected)], lease=self._number) or None
+        return self._store._put(key, value, [(key, expected)], lease=self._lease_id) or None
 
     def renew(self) -> bool:
         etcd = self._store.connection()
-        answer = etcd.call("LeaseKeepAlive", etcd.rpc.LeaseKeepAliveRequest(ID=self._number), repeatable=True)
+        answer = etcd.call("LeaseKeepAlive", etcd.rpc.LeaseKeepAliveRequest(ID=self._lease_id), repeatable=True)
         return bool(answer.TTL > 0)  # a lease that has ended is no error to etcd: it has 0 s left
 
     def withdraw(self) -> None:
-        self._store._revoke(self._number)
+        self._store._revoke(self._lease_id)

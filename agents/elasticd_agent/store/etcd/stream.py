@@ -24,7 +24,7 @@ from elasticd_agent.store.etcd.proto import rpc
 class WatchStream:
     """Watch responses, until the stream is cancelled or breaks; both end the iteration.
 
-    One thread iterates, any may call the rest. `_cancel`, `_exchange` and `_send_all` run on the event loop.
+    One thread iterates, any may call the rest. `_cancel`, `_exchange` and `_send_requests` run on the event loop.
     """
 
     def __init__(self, open_channel: Callable[[], Any], metadata: Sequence[tuple[str, str]]) -> None:
@@ -76,7 +76,7 @@ class WatchStream:
                     response_deserializer=rpc.WatchResponse.FromString,
                 )
                 self._call = watch(metadata=self._metadata)
-                sending = asyncio.ensure_future(self._send_all())
+                sending = asyncio.ensure_future(self._send_requests())
                 while not self.ended and (response := await self._call.read()) is not grpc.aio.EOF:
                     self._responses.put(response)
         except (grpc.RpcError, asyncio.CancelledError):
@@ -88,7 +88,7 @@ class WatchStream:
                 sending.cancel()
             _event_loop.leave()
 
-    async def _send_all(self) -> None:
+    async def _send_requests(self) -> None:
         try:
             while True:
                 await self._call.write(await self._requests.get())
@@ -96,7 +96,7 @@ class WatchStream:
             pass  # the stream has ended
 
 
-class _EventLoop:
+class _SharedEventLoop:
     """The loop of all streams, in a thread of its own while there are any."""
 
     def __init__(self) -> None:
@@ -138,4 +138,4 @@ class _EventLoop:
             grpc.aio.shutdown_grpc_aio()
 
 
-_event_loop = _EventLoop()
+_event_loop = _SharedEventLoop()

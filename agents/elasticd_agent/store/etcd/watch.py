@@ -26,7 +26,7 @@ from elasticd_agent.store.etcd.keys import key_range, to_text
 from elasticd_agent.store.etcd.proto import rpc
 from elasticd_agent.store.etcd.stream import WatchStream
 
-_SPREAD_S = 0.1
+_RECONNECT_SPREAD_S = 0.1
 """When an etcd restarts, all agents reconnect at once; this spreads them."""
 
 
@@ -50,7 +50,7 @@ class EtcdWatch:
             self._closed = True
         self._on_close(self)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait_until_confirmed(self, timeout_s: float) -> None:
         """Until etcd has confirmed it, if that is soon. Raises StoreRefused if etcd refuses it."""
         self._confirmed.wait(timeout_s)
         with self._calling:
@@ -67,7 +67,7 @@ class EtcdWatch:
             self._confirmed.set()
             return True
 
-    def confirmed(self) -> None:
+    def on_confirmed(self) -> None:
         """Note that etcd follows the prefix from now on. Unless the caller is about to read it anyway, name the whole
         prefix.
         """
@@ -108,7 +108,7 @@ class EtcdWatches:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="etcd watches", daemon=True)
                 self._thread.start()
-        watch.wait(self._etcd.timeout_s)
+        watch.wait_until_confirmed(self._etcd.timeout_s)
         return watch
 
     def close(self) -> None:
@@ -145,8 +145,8 @@ class EtcdWatches:
         """Keep one stream for all watches, until none is left.
 
         A stream ends when its member dies, its token expires or its network breaks. The next one subscribes all watches
-        again and reports every prefix as changed, since changes in between had no watch. `_SPREAD_S` keeps the agents
-        of a job from coming back in step.
+        again and reports every prefix as changed, since changes in between had no watch. `_RECONNECT_SPREAD_S` keeps
+        the agents of a job from coming back in step.
         """
         # A stream on which etcd has confirmed a watch is a success: the next one begins without a long pause.
         again = tenacity.Retrying(
@@ -157,7 +157,7 @@ class EtcdWatches:
             reraise=True,
         )
         try:
-            self._follow()
+            self._follow_stream()
         except (StoreUnavailable, StoreRefused):
             pass  # it was reported
         while self._has_watches():
@@ -165,7 +165,7 @@ class EtcdWatches:
                 again(self._subscribe)
             except (StoreUnavailable, StoreRefused):
                 pass  # closing
-            self._closing.wait(random.uniform(0, _SPREAD_S))
+            self._closing.wait(random.uniform(0, _RECONNECT_SPREAD_S))
 
     def _has_watches(self) -> bool:
         """False: this thread ends; the next watch starts another one."""
@@ -185,16 +185,16 @@ class EtcdWatches:
         try:
             self._etcd.range(watch.prefix, count_only=True)
             self._refused_watch = None
-            self._follow()
+            self._follow_stream()
         except StoreRefused as error:
             if watch.refuse(error):
                 watch.close()
             self._etcd.report_failure(str(error))
             raise
 
-    def _follow(self) -> None:
+    def _follow_stream(self) -> None:
         """Returns when a stream has ended on which a watch was confirmed. Raises StoreUnavailable if none was."""
-        stream = self._etcd.follow()
+        stream = self._etcd.open_watch_stream()
         with self._lock:
             self._stream = stream
             self._unconfirmed = deque()
@@ -230,7 +230,7 @@ class EtcdWatches:
                 _cancel_watch(stream, response.watch_id)
                 return True
             self._by_id[response.watch_id] = watch
-        watch.confirmed()
+        watch.on_confirmed()
         return True
 
     def _on_events(self, response: Any) -> bool:
