@@ -313,6 +313,24 @@ def test_files_of_a_manifest(files: Any, are_valid: bool) -> None:
         assert found == Unreadable("manifest.json: files is missing or invalid")
 
 
+@pytest.mark.parametrize(
+    "version", ["1", "1.", ".1", "1.x", "x.1", "1.123456", "123456.1", "1.\N{SUPERSCRIPT TWO}", 1, None]
+)
+def test_manifest_of_no_version(version: Any) -> None:
+    raw = json.loads(manifest.Manifest(1, 10, None, 2, 0, "sha256:0", "job", "run").to_json()) | {"version": version}
+    del raw["seal"]
+    found = manifest.parse(json.dumps({**raw, "seal": manifest.seal_of(raw)}).encode())
+    assert found == Unreadable(f"manifest.json: version is {version!r}, not 'major.minor'")
+
+
+@pytest.mark.parametrize("parent", [[], [1], [1, 2, 3], ["0", 5], [0, True], {"0": 0, "1": 5}, "12", 5])
+def test_manifest_of_no_parent(parent: Any) -> None:
+    raw = json.loads(manifest.Manifest(1, 10, None, 2, 0, "sha256:0", "job", "run").to_json()) | {"parent": parent}
+    del raw["seal"]
+    found = manifest.parse(json.dumps({**raw, "seal": manifest.seal_of(raw)}).encode())
+    assert found == Unreadable("manifest.json: parent is missing or invalid")
+
+
 def test_load_verifies_while_reading(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 10)
     flip_a_bit(entry.path / "state.pt")
@@ -522,8 +540,30 @@ def test_retention_deletes_older_rounds_after_verified_save(tmp_path: Path) -> N
     assert retain(tmp_path, 2, 2) == []  # nor is a damaged one a reason to delete
     save(tmp_path, 1, 45)
     save(tmp_path, 2, 60, (1, 40))
-    retain(tmp_path, 2, 2)
+    deleted = [path.name for path in retain(tmp_path, 2, 2)]
+    assert deleted == ["r1-s45", "r1-s10", "r1-s20", "r1-s30", "r1-s40", "r2-s40"], "what is not in the lineage first"
     assert present(tmp_path) == ["r2-s50", "r2-s60"]
+
+
+def test_unfinished_checkpoint_of_a_living_writer_stays_until_this_round_has_saved(tmp_path: Path) -> None:
+    for step in (10, 20):
+        entry = save(tmp_path, 1, step)
+    unfinished = tmp_path / ".r1-s30.0a.staging"
+    unfinished.mkdir()
+    hold = "import fcntl, sys; held = open(sys.argv[1], 'w'); fcntl.lockf(held, fcntl.LOCK_EX); print(); input()"
+    command = [sys.executable, "-c", hold, unfinished / "manifest.json"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        relink(tmp_path, entry, 2)
+        for step in (25, 30):
+            flip_a_bit(save(tmp_path, 2, step, (1, 20)).path / "state.pt")
+        assert [path.name for path in retain(tmp_path, 2, 1)] == ["r2-s25"]
+        assert unfinished.exists()
+        save(tmp_path, 2, 40, (1, 20))
+        retain(tmp_path, 2, 1)
+        assert not unfinished.exists()
+        writer.kill()
 
 
 def test_retention_counts_relinked_steps_once(tmp_path: Path) -> None:

@@ -114,4 +114,6 @@ def test_objects_without_a_stable_order_do_not_differ() -> None:
 
 
 def test_large_own_part_is_not_packed() -> None:
-    assert Layout({"w": WEIGHT}).pack_own(1 << 10) == b""
+    layout = Layout({"w": WEIGHT})
+    _, _, content = layout.pack_own().partition(b"\n")
+    assert layout.pack_own(len(content)) and layout.pack_own(len(content) - 1) == b""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from elasticd.checkpointing.state import shard_plan
 from elasticd.checkpointing.storage.manifest import METADATA, shard_name
-from elasticd.errors import CheckpointError
+from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.process_group import DefaultGroup
 
 ALONE = DefaultGroup(0, 1, torch.device("cpu"), created=False)
@@ -133,7 +133,7 @@ def test_archive_of_the_same_size_in_another_order_is_loaded(tmp_path: Path) -> 
         assert torch.equal(loaded["w"], WEIGHT)
 
 
-def test_parts_of_different_sizes_are_read(tmp_path: Path) -> None:
+def test_parts_of_different_sizes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three rows and of one: into the whole, and into two rows in the middle of the first part."""
     parts = {0: WEIGHT[:3], 3: WEIGHT[3:]}
     places, chunks = {}, []
@@ -149,8 +149,20 @@ def test_parts_of_different_sizes_are_read(tmp_path: Path) -> None:
     target = torch.zeros(4, 6)
     assert load(tmp_path, {"w": target}) == 2
     assert torch.equal(target, WEIGHT)
+    monkeypatch.setattr(torch, "load", None)  # each part is used where it is
     for loaded in load_both(tmp_path, lambda: {"w": torch.zeros(4, 6)}):
         assert torch.equal(loaded["w"], WEIGHT)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torch.distributed.checkpoint.metadata:Enum", "torch.distributed.checkpoint.metadata:field", "os:system"],
+    ids=["imported class", "function", "other module"],
+)
+def test_metadata_refers_to_nothing_else(name: str) -> None:
+    module, _, member = name.partition(":")
+    with pytest.raises(CheckpointCorrupt, match=f"it refers to {module}.{member}"):
+        shard_plan.read_metadata(b"c" + f"{module}\n{member}\n".encode() + b".")
 
 
 class Exchange:

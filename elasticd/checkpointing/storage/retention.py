@@ -87,14 +87,12 @@ def _kept(found: LineageWalk, keep: int, keep_every: int, anchor: int) -> set[Pa
     # A round's re-linked first checkpoint and its parent are one step: the same data, often the same file.
     newest_steps: list[Entry] = []
     steps: set[int] = set()
-    newest: set[int] = set()
     for i, entry in enumerate(found.entries):
         step = entry.manifest.step
         is_milestone = bool(keep_every) and step % keep_every == 0
-        if (step not in steps and (len(newest) < keep or is_milestone)) or i == anchor:
+        if (step not in steps and (len(steps) < keep or is_milestone)) or i == anchor:
             newest_steps.append(entry)
             steps.add(step)
-            newest |= {step} if len(newest) < keep else set()
     rounds = {entry.manifest.round for entry in newest_steps}
     between = [link for round, link in found.links.items() if round not in rounds and round > min(rounds, default=0)]
     return {*(entry.path for entry in newest_steps), *between}
