@@ -382,7 +382,12 @@ class NodeLoop:
             )
         before = self.status
         self.status = replace(
-            before, state=state, why=why, runners=runners, failing=health.failing, unusable=health.unusable
+            before,
+            state=state,
+            why=why,
+            runners=runners,
+            failing=health.failing_checks,
+            unusable=health.unusable_directories,
         )
         return self.status != before
 

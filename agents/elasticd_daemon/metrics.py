@@ -137,7 +137,7 @@ def health_samples(
     return {
         (HEALTHY, ()): verdict.state == "healthy",
         (QUARANTINED, ()): verdict.state == "quarantined",
-        (QUARANTINE_LEFT_S, ()): verdict.left_s,
+        (QUARANTINE_LEFT_S, ()): verdict.quarantine_left_s,
         (FAILURE_STREAK, ()): failure_streak,
         **{(CHECK_FAILING, (result.check,)): result.outcome == "failed" for result in shown},
         **{(CHECK_SECONDS, (result.check,)): result.seconds for result in shown},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_daemon.health.kubernetes_node import CONDITION
+from elasticd_daemon.health.kubernetes_node import CONDITION_TYPE
 from tests.daemon.conftest import MakeNode
 from tests.daemon.kubernetes_api import serving
 from tests.daemon.node import COLD, AgentNode, lives, until
@@ -81,7 +81,7 @@ def test_condition_of_the_kubernetes_node_moves_its_job(node: MakeNode, tmp_path
         n1.job("one", "resume.py", "--steps", "100000", "--every", "100000", workers=2, checkpoint_dir=checkpoints)
         n1.start(prefix=["unshare", "--mount", "sh", "-euc", MOUNT, "pod", str(tmp_path / "account")], **api.variables)
         n1.wait_for_step(50)
-        until(lambda: api.condition(CONDITION).get("status") == "False", n1.diagnostics)
+        until(lambda: api.condition(CONDITION_TYPE).get("status") == "False", n1.diagnostics)
         api.set("GpuMemWatch", "True", "[DCGM_FR_FAULTY_MEMORY] GPU 0")
         left = n1.wait_for_exit("one")
         reason = n1.event("node_unhealthy")["reason"]
@@ -89,7 +89,7 @@ def test_condition_of_the_kubernetes_node_moves_its_job(node: MakeNode, tmp_path
         assert (left.outcome, left.step) == ("left", n1.steps()[-1][1])
         api.set("GpuMemWatch", "False")
         until(lambda: n1.steps()[-1][1] > left.step, n1.diagnostics)
-        assert api.condition(CONDITION)["status"] == "False"
+        assert api.condition(CONDITION_TYPE)["status"] == "False"
         assert len(api.patches) == 1
         n1.drain()
         n1.assert_gone()

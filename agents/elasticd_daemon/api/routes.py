@@ -188,7 +188,7 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 
 def _asked(request: HttpRequest, kind: type[Q]) -> Q:
     """The query of a request. Raises ConfigError."""
-    return decode(_query(request), kind, {}, strict=False)
+    return decode(_query(request), kind, {}, text_numbers=True)
 
 
 def _reason(body: bytes) -> str:

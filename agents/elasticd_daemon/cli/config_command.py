@@ -12,7 +12,7 @@ from elasticd_agent.model.phrases import listing
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.documents import format_of, parse
 from elasticd_daemon.config.job_file import read_job
-from elasticd_daemon.config.load import DEFAULT_FILE, MAX_BYTES, load, read_config, read_overrides
+from elasticd_daemon.config.load import DEFAULT_FILE, MAX_CONFIG_BYTES, load, read_config, read_overrides
 
 
 def config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
@@ -50,7 +50,7 @@ def build_parser() -> CommandParser:
 def _check(file: Path, given: str | None, environ: Mapping[str, str]) -> str:
     kind = format_of(file.name)
     data, _ = read_config(file)
-    if (given or ("job" if "command" in parse(data, kind, str(file), MAX_BYTES) else "agent")) == "job":
+    if (given or ("job" if "command" in parse(data, kind, str(file), MAX_CONFIG_BYTES) else "agent")) == "job":
         read_job(data, kind, str(file))
         return "it is a job file"
     load(file, environ)

@@ -13,7 +13,7 @@ from elasticd_agent.model.phrases import visible
 from elasticd_daemon.cli import tables
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.load import DEFAULT_FILE, load
-from elasticd_daemon.health.checks import ALL_REDUCE, NodeChecks
+from elasticd_daemon.health.checks import ALL_REDUCE_CHECK, NodeChecks
 from elasticd_daemon.health.monitor import max_gpus_seen
 from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
 
@@ -40,7 +40,7 @@ def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: b
     checks = NodeChecks(settings, environ, lambda: None)
     try:
         results = [*checks.run(True, max_gpus_seen(settings)), *check_links(agent_is_root(settings.state_dir))]
-        skip = skipped(ALL_REDUCE, "jobs may be running here; --all-reduce runs it")
+        skip = skipped(ALL_REDUCE_CHECK, "jobs may be running here; --all-reduce runs it")
         return [*results, checks.all_reduce() if all_reduce else skip]
     finally:
         checks.close()

@@ -24,7 +24,7 @@ from elasticd_daemon.config.decode import ConfigError
 from elasticd_daemon.config.job_file import JobFile
 
 
-def user_name() -> str:
+def own_user_name() -> str:
     """The name of this process's user; its number if it has none, as in a container."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
@@ -57,12 +57,12 @@ def refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError | Non
 
 def path_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
     """Why the job's directories and command are not allowed. It waits for their file systems."""
-    return _directories(limits, job) or _command(limits, job)
+    return _directory_refusal(limits, job) or _command_refusal(limits, job)
 
 
 def user_refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
     """Why the job's user is not allowed. `user`: of jobs that name none; None: the agent's own."""
-    runs_as = job.user or user or user_name()
+    runs_as = job.user or user or own_user_name()
     if limits.users is None or runs_as in limits.users:
         return None
     whom = repr(runs_as) if job.user else f"is not given, and {runs_as!r}, the user of the job,"
@@ -80,12 +80,12 @@ def cgroup_limits(limits: Limits, job: JobFile) -> dict[str, int]:
     return {controller: min(values) for controller, values in given.items() if values}
 
 
-def _directories(limits: Limits, job: JobFile) -> ConfigError | None:
+def _directory_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
     if limits.directories is None:
         return None
-    allowed = tuple(map(_place, limits.directories))
+    allowed = tuple(map(_resolve, limits.directories))
     for key, path in (("workdir", job.workdir), ("checkpoint_dir", job.checkpoint_dir)):
-        if path is not None and not any(_is_below(_place(path), directory) for directory in allowed):
+        if path is not None and not any(_is_below(_resolve(path), directory) for directory in allowed):
             return ConfigError(
                 key,
                 f"{_with_target(path)} is not below one of this node's [limits] directories: {listing(allowed, None)}",
@@ -93,7 +93,7 @@ def _directories(limits: Limits, job: JobFile) -> ConfigError | None:
     return None
 
 
-def _command(limits: Limits, job: JobFile) -> ConfigError | None:
+def _command_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
     if limits.commands is None:
         return None
     allowed = tuple(os.path.realpath(entry) + ("/" if entry.endswith("/") else "") for entry in limits.commands)
@@ -105,19 +105,21 @@ def _command(limits: Limits, job: JobFile) -> ConfigError | None:
             return None
         return ConfigError(key, f"{_with_target(Path(path))} is not one of {listed}")
 
-    return (_program(job, check, listed) if job.no_python else _script(job, check, listed)) or _other_code(job)
+    return (
+        _program_refusal(job, check, listed) if job.no_python else _script_refusal(job, check, listed)
+    ) or _other_code_refusal(job)
 
 
-_Check = Callable[[str, str], ConfigError | None]
+_CheckPath = Callable[[str, str], ConfigError | None]
 
 
-def _program(job: JobFile, check: _Check, listed: str) -> ConfigError | None:
+def _program_refusal(job: JobFile, check: _CheckPath, listed: str) -> ConfigError | None:
     name = job.command[0]
     path = os.path.join(os.path.realpath(job.workdir), name) if "/" in name else shutil.which(name)
     return check("command", path) if path else ConfigError("command", f"{name!r} is not one of {listed}")
 
 
-def _script(job: JobFile, check: _Check, listed: str) -> ConfigError | None:
+def _script_refusal(job: JobFile, check: _CheckPath, listed: str) -> ConfigError | None:
     name, workdir = job.command[0], os.path.realpath(job.workdir)
     script = script_of(job.module, name, Path(workdir))
     if script is None:
@@ -130,7 +132,7 @@ def _script(job: JobFile, check: _Check, listed: str) -> ConfigError | None:
     return error
 
 
-def _other_code(job: JobFile) -> ConfigError | None:
+def _other_code_refusal(job: JobFile) -> ConfigError | None:
     limited = "it cannot be given where commands are limited"
     if job.preload:
         return ConfigError("preload", f"runs other modules than the command; {limited}")
@@ -138,7 +140,7 @@ def _other_code(job: JobFile) -> ConfigError | None:
     return ConfigError(f"env.{name}", f"could make a command run other code; {limited}") if name is not None else None
 
 
-def _place(path: Path) -> str:
+def _resolve(path: Path) -> str:
     """The path as the kernel resolves it; an object store's URL as it is (with `..` the job would be refused)."""
     return url_of(path) or os.path.realpath(path)
 

@@ -17,7 +17,7 @@ from elasticd_agent.config.quantities import Seconds, Size, decode_quantity, for
 from elasticd_agent.model.phrases import did_you_mean, listing, shortened
 from elasticd_agent.system.durations import format_duration
 
-S = TypeVar("S", bound=msgspec.Struct)
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class ConfigError(UsageError):
@@ -39,10 +39,10 @@ KeyHints = Mapping[type, Mapping[str, str]]
 """Words for each struct about keys that are not its keys, but that people may well try."""
 
 
-def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints, *, strict: bool = True) -> S:
-    """Raises ConfigError. `strict` False: numbers may be text, as in the query of a URL."""
+def decode(table: Mapping[str, Any], kind: type[StructT], hints: KeyHints, *, text_numbers: bool = False) -> StructT:
+    """Raises ConfigError. `text_numbers`: numbers may be text, as in the query of a URL."""
     try:
-        return msgspec.convert(table, kind, dec_hook=decode_quantity, strict=strict)
+        return msgspec.convert(table, kind, dec_hook=decode_quantity, strict=not text_numbers)
     except msgspec.ValidationError as error:
         raise _translate(str(error), table, kind, hints) from None
     except RecursionError:
@@ -115,14 +115,14 @@ def _type_problem(what: str, path: str, field: msgspec.structs.FieldInfo | None)
 
 def _range_of(kind: Any) -> str:
     """The range of a whole number, from the msgspec.Meta in its type."""
-    meta = next(part for part in _parts(kind) if isinstance(part, msgspec.Meta))
+    meta = next(part for part in _type_parts(kind) if isinstance(part, msgspec.Meta))
     return f"at least {meta.ge}" if meta.le is None else f"from {meta.ge} to {meta.le}"
 
 
-def _parts(kind: Any) -> Iterator[Any]:
+def _type_parts(kind: Any) -> Iterator[Any]:
     yield kind
     for part in (*typing.get_args(kind), *getattr(kind, "__metadata__", ())):
-        yield from _parts(part)
+        yield from _type_parts(part)
 
 
 def printable(text: str) -> str:
@@ -212,4 +212,4 @@ def _choices(kind: Any) -> list[str]:
     parts = [(part, _choices(part)) for part in typing.get_args(kind)]
     if not any(words for _, words in parts):
         return []
-    return [word for part, words in parts for word in words or ["a whole number"] * (int in _parts(part))]
+    return [word for part, words in parts for word in words or ["a whole number"] * (int in _type_parts(part))]

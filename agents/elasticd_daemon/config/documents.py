@@ -31,10 +31,10 @@ class _DocumentError(ValueError):
     """A defect of the text, as the end of a sentence."""
 
 
-def parse(data: bytes, kind: FileFormat, where: str, largest: int = MAX_JOB_FILE_BYTES) -> dict[str, Any]:
+def parse(data: bytes, kind: FileFormat, where: str, max_bytes: int = MAX_JOB_FILE_BYTES) -> dict[str, Any]:
     """The table `data` holds. `where` is what the sentence begins with. Raises UsageError, and nothing else."""
-    if len(data) > largest:
-        raise UsageError(f"{where}: is longer than the {largest} bytes that are read; it is probably the wrong file")
+    if len(data) > max_bytes:
+        raise UsageError(f"{where}: is longer than the {max_bytes} bytes that are read; it is probably the wrong file")
     try:
         text = data.decode("utf-8-sig")
         table = _PARSERS[kind](text)
@@ -97,15 +97,15 @@ def _check_text(text: str) -> None:
 
 # ---- each language
 
-_TOML_TEXT = re.compile(
+_TOML_STRING_OR_COMMENT = re.compile(
     r'''"""(?:[^\\]|\\.)*?(?:"{3,5}|\Z)|\'{3}.*?(?:\'{3,5}|\Z)|"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|\#[^\n]*''', re.DOTALL
 )
 """Strings and comments. One without an end counts, too, so that the search takes time in proportion to the text."""
 
 
-def _toml(text: str) -> Any:
+def _parse_toml(text: str) -> Any:
     # tomllib keeps each prefix of a dotted key: those of 30,000 parts are 3 GB.
-    keys = re.split(r"[^\w. \t-]", _TOML_TEXT.sub("x", text))
+    keys = re.split(r"[^\w. \t-]", _TOML_STRING_OR_COMMENT.sub("x", text))
     if any(key.count(".") > MAX_DEPTH for key in keys):
         raise _DocumentError(f"tables and lists are nested too deep; {MAX_DEPTH} levels are understood")
     return tomllib.loads(text)
@@ -120,11 +120,11 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _no_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise _DocumentError(f"{name} is not a number JSON knows")
 
 
 _PARSERS: Mapping[FileFormat, Callable[[str], Any]] = {
-    "toml": _toml,
-    "json": partial(json.loads, object_pairs_hook=_unique_keys, parse_constant=_no_constant),
+    "toml": _parse_toml,
+    "json": partial(json.loads, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant),
 }

@@ -48,11 +48,11 @@ from elasticd_daemon.config.decode import ConfigError, decode
 from elasticd_daemon.config.documents import MAX_JOB_FILE_BYTES, FileFormat, parse
 from elasticd_daemon.job_dir import JobFiles
 
-SET_BY_ELASTICD = re.compile(
+VARIABLES_SET_BY_ELASTICD = re.compile(
     "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ELASTICD_.*|PYTHON_EXEC|PET_.*"
 )
 """Variables of workers and of `elasticd run`: never a job's own."""
-_SET_FOR_THE_DAEMON = re.compile(
+_AGENT_VARIABLES = re.compile(
     "PYTHON.*|VIRTUAL_ENV.*|CONDA_.*|NOTIFY_SOCKET|WATCHDOG_.*|LISTEN_.*|INVOCATION_ID|JOURNAL_STREAM|MAINPID|MANAGERPID"
     "|SYSTEMD_.*|MEMORY_PRESSURE_.*|(CREDENTIALS|RUNTIME|STATE|CACHE|LOGS|CONFIGURATION)_DIRECTORY|SUDO_.*|SSH_.*"
     "|XDG_.*|TERM|PWD|OLDPWD|SHLVL|_"
@@ -69,7 +69,7 @@ def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], u
     env = {
         name: value
         for name, value in daemon_env.items()
-        if not SET_BY_ELASTICD.fullmatch(name) and not _SET_FOR_THE_DAEMON.fullmatch(name)
+        if not VARIABLES_SET_BY_ELASTICD.fullmatch(name) and not _AGENT_VARIABLES.fullmatch(name)
     }
     if user is not None:
         try:
@@ -217,7 +217,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return parse_count_range(self.workers)
 
 
-_GPUS = "CUDA_VISIBLE_DEVICES"
+_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 JOB_KEY_HINTS: Mapping[str, str] = {
     "nnodes": 'write nodes, as in nodes = "2:8"',
     "nproc_per_node": 'write workers, as in workers = "1:8"',
@@ -268,10 +268,10 @@ def read_job(data: bytes, kind: FileFormat, where: str) -> JobFile:
     return job
 
 
-def shared_directories(text: str) -> tuple[Path, ...]:
-    """The directories that a job needs on each of its nodes, from its JSON; none of an unreadable one."""
+def job_directories(job_json: str) -> tuple[Path, ...]:
+    """The directories that a job needs on each of its nodes; none of an unreadable one."""
     try:
-        job = from_json(text)
+        job = from_json(job_json)
     except UsageError:
         return ()
     return tuple(Path(os.path.normpath(path)) for path in (job.workdir, job.checkpoint_dir) if path is not None)
@@ -293,12 +293,12 @@ def to_json(job: JobFile) -> str:
 
 def decode_job(table: Mapping[str, Any]) -> JobFile:
     """Return the job that a table of plain values describes. Raises ConfigError."""
-    job = decode(_with_labels(table), JobFile, {JobFile: JOB_KEY_HINTS})
+    job = decode(_expand_node_labels(table), JobFile, {JobFile: JOB_KEY_HINTS})
     check_job(job)
     return job
 
 
-def _with_labels(table: Mapping[str, Any]) -> Mapping[str, Any]:
+def _expand_node_labels(table: Mapping[str, Any]) -> Mapping[str, Any]:
     """nodes = { count = "2:8", gpu = "h100" } -> nodes = "2:8", node_labels = ["gpu=h100"]."""
     nodes, listed = table.get("nodes"), table.get("node_labels", [])
     if not isinstance(nodes, dict) or not isinstance(listed, list):
@@ -337,7 +337,7 @@ def runner_model(
             raise UsageError(f"nodes: {job.nodes}, but a local store is one node's; the job needs store.backend etcd")
         most, spares = 1, len(slots) - workers
     # CUDA_VISIBLE_DEVICES can only be empty in `env`: the job wants no GPU.
-    gpus = () if _GPUS in job.env else visible_gpus(os.environ) if devices is None else devices
+    gpus = () if _GPUS_VARIABLE in job.env else visible_gpus(os.environ) if devices is None else devices
     spec = JobSpec(
         python=job.python or sys.executable,
         mode=Mode.EXEC if job.no_python else Mode.MODULE if job.module else Mode.SCRIPT,
@@ -383,7 +383,7 @@ def check_job(job: JobFile) -> None:
             raise ConfigError(key, str(error)) from None
     if not 0 <= job.spares <= MAX_COUNT:
         raise ConfigError("spares", f"{job.spares}: it is a number of spares, from 0 to {MAX_COUNT}")
-    check_memory("limits.memory", job.limits.memory)
+    check_memory_limit("limits.memory", job.limits.memory)
     _check_env(job.env)
     if (size := len(to_json(job).encode())) > MAX_JOB_FILE_BYTES:
         key = "env" if job.env else "command"
@@ -414,7 +414,7 @@ def check_new_job(job: JobFile) -> None:
         raise ConfigError("command", f"begins with a script, not with {job.command[0]!r}; write: {text}")
 
 
-def check_memory(key: str, limit: int | None) -> None:
+def check_memory_limit(key: str, limit: int | None) -> None:
     """Raises ConfigError for a limit that no control group could have."""
     if limit is not None and not 1 <= limit <= 2**60:
         raise ConfigError(key, f"must be from 1 to {2**60}")
@@ -445,13 +445,15 @@ def _check_env(env: Mapping[str, str]) -> None:
     for name in env:
         if not name or "=" in name:
             raise ConfigError("env", f"{name!r} cannot be the name of a variable")
-        if SET_BY_ELASTICD.fullmatch(name):
+        if VARIABLES_SET_BY_ELASTICD.fullmatch(name):
             raise ConfigError(f"env.{name}", "is set by elasticd itself, for every worker; leave it out")
-    if env.get(_GPUS):
-        raise ConfigError(f"env.{_GPUS}", "is set by the slots of the job; leave it out, or empty to hide all GPUs")
+    if env.get(_GPUS_VARIABLE):
+        raise ConfigError(
+            f"env.{_GPUS_VARIABLE}", "is set by the slots of the job; leave it out, or empty to hide all GPUs"
+        )
 
 
-_SUBJECTS = {
+_SUBJECT_KEYS = {
     "the Python interpreter": "python",
     "the script": "command",
     "the program": "command",
@@ -465,4 +467,4 @@ def in_file_terms(error: UsageError) -> ConfigError:
     text = str(error).replace(" (PYTHON_EXEC)", "").replace("--no-python", "no_python")
     if flag := re.match(r"--(?:rdzv-conf:? )?([a-z-]+):? ", text):
         return ConfigError(flag[1].replace("-", "_"), text[flag.end() :])
-    return ConfigError(next((key for start, key in _SUBJECTS.items() if text.startswith(start)), ""), text)
+    return ConfigError(next((key for start, key in _SUBJECT_KEYS.items() if text.startswith(start)), ""), text)

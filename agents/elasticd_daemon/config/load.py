@@ -31,7 +31,7 @@ from elasticd_daemon.config.documents import format_of, parse
 from elasticd_daemon.config.job_file import JobFile
 from elasticd_daemon.config.validate import check_settings
 
-PREFIX = "ELASTICD_"
+VARIABLE_PREFIX = "ELASTICD_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def config_keys(kind: type[msgspec.Struct], outer: str = "") -> Iterator[tuple[s
 
 def variable_name(key: str) -> str:
     """The name of the variable that stands in for `key`."""
-    return PREFIX + key.upper().replace(".", "_")
+    return VARIABLE_PREFIX + key.upper().replace(".", "_")
 
 
 def read_overrides(kind: type[msgspec.Struct], environ: Mapping[str, str]) -> dict[str, Override]:
@@ -68,8 +68,8 @@ def read_overrides(kind: type[msgspec.Struct], environ: Mapping[str, str]) -> di
         text = environ[name]
         if name in known and text.strip():
             key, field = known[name]
-            given[key] = Override(name, _to_plain(text.strip(), field.type))
-        elif name not in known and name.startswith(PREFIX):
+            given[key] = Override(name, _parse_variable(text.strip(), field.type))
+        elif name not in known and name.startswith(VARIABLE_PREFIX):
             _reject_misspelled(name, known, kind)
     return given
 
@@ -78,16 +78,16 @@ def _reject_misspelled(name: str, known: Mapping[str, object], kind: type[msgspe
     """Refuse an unknown ELASTICD_ variable that resembles a key; other programs may own the rest."""
     tables = tuple(variable_name(f.encode_name) + "_" for f in msgspec.structs.fields(kind) if struct_in(f.type))
     is_ours = name.startswith(tables)
-    near = did_you_mean(name, known, _HINT if is_ours else "", 0.7 if is_ours else 0.9)
+    near = did_you_mean(name, known, _LISTED_KEYS_HINT if is_ours else "", 0.7 if is_ours else 0.9)
     if near:
         raise UsageError(f"{name}: is not a variable elasticd reads; {near}")
 
 
-_HINT = "elasticd config example lists the keys"
+_LISTED_KEYS_HINT = "elasticd config example lists the keys"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def _to_plain(text: str, kind: Any) -> Any:
+def _parse_variable(text: str, kind: Any) -> Any:
     """`text` as a file would have it; what cannot be is left as it is, for the decoder to refuse."""
     kinds = set(_member_types(kind))
     if tuple in kinds:
@@ -111,29 +111,31 @@ def _member_types(kind: Any) -> Iterator[Any]:
 
 
 DEFAULT_FILE = Path("/etc/elasticd/agent.toml")
-MAX_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
+FileMode = int
+"""The permissions, as in `st_mode`."""
 
-_SECRETS = "secrets are in files of their own; write"
-_TABLE_NAMES = "tables are [store], [http], [health] and [limits]"
+_SECRET_HINT = "secrets are in files of their own; write"
+_TABLES_HINT = "tables are [store], [http], [health] and [limits]"
 KEY_HINTS: KeyHints = {
     StoreSettings: {
-        "password": f"{_SECRETS} password_file",
-        "token": f"{_SECRETS} password_file",
+        "password": f"{_SECRET_HINT} password_file",
+        "token": f"{_SECRET_HINT} password_file",
         "endpoint": 'write endpoints = ["HOST:PORT"]',
         "cacert": "write ca",
         "tls_ca": "write ca",
         "tls_cert": "write cert",
         "tls_key": "write key",
     },
-    HttpSettings: {"token": f"{_SECRETS} token_file", "host": "write bind", "address": "write bind"},
+    HttpSettings: {"token": f"{_SECRET_HINT} token_file", "host": "write bind", "address": "write bind"},
     NodeSettings: {
         **dict.fromkeys(
             (field.encode_name for field in msgspec.structs.fields(JobFile)), "it is a job's; write it in a job file"
         ),
-        **dict.fromkeys(("agent", "elasticd"), f"this file is all about the agent; {_TABLE_NAMES}"),
+        **dict.fromkeys(("agent", "elasticd"), f"this file is all about the agent; {_TABLES_HINT}"),
         **dict.fromkeys(("job", "jobs"), "submit each job with elasticd submit FILE"),
         "etcd": 'write [store] with backend = "etcd"',
-        "token": f"{_SECRETS} token_file below [http]",
+        "token": f"{_SECRET_HINT} token_file below [http]",
         "token_file": "write it below [http]",
         "port": "write it below [http]",
         "bind": "write it below [http]",
@@ -156,10 +158,10 @@ def load(path: Path | None, environ: Mapping[str, str]) -> NodeSettings:
         data, mode = read_config(path)
         if mode & 0o002:
             raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
-        table = parse(data, format_of(path.name), where, MAX_BYTES)
+        table = parse(data, format_of(path.name), where, MAX_CONFIG_BYTES)
     overrides = read_overrides(NodeSettings, environ)
     try:
-        merged = _merge(table, overrides)
+        merged = _merge_overrides(table, overrides)
         if isinstance(store := merged.get("store"), dict) and store.get("backend") == "c10d":
             raise ConfigError(
                 "store.backend",
@@ -174,7 +176,7 @@ def load(path: Path | None, environ: Mapping[str, str]) -> NodeSettings:
     return settings
 
 
-def _merge(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_overrides(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {"node": socket.gethostname(), **table}
     for key, variable in given.items():
         outer, dot, name = key.partition(".")
@@ -185,11 +187,11 @@ def _merge(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def read_config(path: Path) -> tuple[bytes, int]:
-    """The content, up to one byte beyond MAX_BYTES, and the mode. Raises UsageError."""
+def read_config(path: Path) -> tuple[bytes, FileMode]:
+    """The content, up to one byte beyond MAX_CONFIG_BYTES, and the mode. Raises UsageError."""
     try:
         with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1), os.fstat(file.fileno()).st_mode
+            return file.read(MAX_CONFIG_BYTES + 1), os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
     except ValueError:

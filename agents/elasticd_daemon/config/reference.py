@@ -57,12 +57,12 @@ def job_keys() -> Iterator[KeyDoc]:
         else:
             flag = flags[name]
             text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), flag.help)
-            default = _default(flag)
+            default = _flag_default(flag)
             example = default or {"max_restarts": "10"}.get(name, '"30s"')
             yield KeyDoc(name, f"{text} {flag.default_reason or ''}".strip(), default, example)
 
 
-def _default(flag: Flag) -> str:
+def _flag_default(flag: Flag) -> str:
     if isinstance(flag.default, str) and re.fullmatch(r"[0-9.]+[a-z]+|[a-z]+", flag.default):
         return f'"{flag.default}"'
     return "" if flag.default in (None, "", ()) else str(flag.default).lower()

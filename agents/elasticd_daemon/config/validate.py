@@ -28,22 +28,22 @@ from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 from elasticd_agent.system.network.http_auth import PeerCredentialAuth, read_token
 from elasticd_daemon.config.agent_settings import HealthSettings, HttpSettings, Limits, NodeSettings, StoreSettings
 from elasticd_daemon.config.decode import ConfigError
-from elasticd_daemon.config.job_file import check_memory
+from elasticd_daemon.config.job_file import check_memory_limit
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
 
-MAX_SOCKET_PATH = 107
+MAX_SOCKET_PATH_BYTES = 107
 """Bytes of a Unix socket's path, by the kernel's sockaddr_un."""
 SLOTS_PER_CPU, MIN_SLOT_LIMIT = 16, 64
 """More workers than this on a machine without GPUs are a slip of the keyboard."""
 
 
-_PAIRS = (
+_KEY_PAIRS = (
     ("store.user", "store.password_file", "they come together"),
     ("store.cert", "store.key", "they come together"),
     ("http.tls_cert", "http.tls_key", "HTTPS needs both"),
 )
-_FILES = ("store.ca", "store.cert", "http.tls_cert", "http.tls_ca")
-_SECRETS = ("store.password_file", "store.key", "http.tls_key", "http.token_file", "http.agents_token_file")
+_FILE_KEYS = ("store.ca", "store.cert", "http.tls_cert", "http.tls_ca")
+_SECRET_FILE_KEYS = ("store.password_file", "store.key", "http.tls_key", "http.token_file", "http.agents_token_file")
 
 
 def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
@@ -113,11 +113,11 @@ def _check_directories(settings: NodeSettings) -> None:
         raise ConfigError("run_dir", "is state_dir, too; what must not outlive a reboot needs a directory of its own")
     key = "http.socket" if settings.http.socket else "run_dir"
     size = len(os.fsencode(settings.socket_path))
-    if size > MAX_SOCKET_PATH:
+    if size > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
             key,
-            f"{str(settings.socket_path)!r} has {size} bytes, but a socket's path at most {MAX_SOCKET_PATH}; "
-            f"shorten it by {size - MAX_SOCKET_PATH}",
+            f"{str(settings.socket_path)!r} has {size} bytes, but a socket's path at most {MAX_SOCKET_PATH_BYTES}; "
+            f"shorten it by {size - MAX_SOCKET_PATH_BYTES}",
         )
     if settings.socket_path.is_dir():
         raise ConfigError(key, f"{str(settings.socket_path)!r} is a directory, not a socket")
@@ -181,7 +181,7 @@ def _check_http_tokens(http: HttpSettings) -> None:
         **named,
     }.items():
         if path is not None:
-            _check_secret(key, path)
+            _check_secret_file(key, path)
             try:
                 read_token(path, "")
             except UsageError as error:
@@ -230,7 +230,7 @@ def _check_limits(limits: Limits) -> None:
                 raise ConfigError(f"limits.{key}", "holds an empty entry; leave it out")
             if key == "commands" and not entry.startswith("/"):
                 raise ConfigError("limits.commands", f"{entry!r} is not an absolute path; begin it with /")
-    check_memory("limits.job_memory", limits.job_memory_bytes)
+    check_memory_limit("limits.job_memory", limits.job_memory_bytes)
 
 
 def _check_files(settings: NodeSettings) -> None:
@@ -240,18 +240,18 @@ def _check_files(settings: NodeSettings) -> None:
         table, _, name = key.partition(".")
         return getattr(getattr(settings, table), name)
 
-    for one, other, why in _PAIRS:
+    for one, other, why in _KEY_PAIRS:
         for given, missing in ((one, other), (other, one)):
             if value_of(given) is not None and value_of(missing) is None:
                 raise ConfigError(missing, f"is missing, but {given} is given; {why}")
-    for key in _FILES:
+    for key in _FILE_KEYS:
         path = value_of(key)
         if path is not None and not path.is_file():
             raise ConfigError(key, f"{str(path)!r} {'is not a file' if path.exists() else 'does not exist'}")
         if path is not None and not os.access(path, os.R_OK):
             raise ConfigError(key, f"{str(path)!r} cannot be read: permission denied")
-    for key in _SECRETS:
-        _check_secret(key, value_of(key))
+    for key in _SECRET_FILE_KEYS:
+        _check_secret_file(key, value_of(key))
     store, http = settings.store, settings.http
     for table, tls in (
         ("store.", Tls(store.ca, store.cert, store.key)),
@@ -261,7 +261,7 @@ def _check_files(settings: NodeSettings) -> None:
             raise ConfigError(table + defect[0], defect[1])
 
 
-def _check_secret(key: str, path: Path | None) -> None:
+def _check_secret_file(key: str, path: Path | None) -> None:
     """Check that a file with a secret exists, can be read, and is closed to other users."""
     if path is not None and (wrong := find_secret_file_problem(path)) is not None:
         raise ConfigError(key, wrong)

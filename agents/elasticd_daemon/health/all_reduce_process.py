@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 Message = dict[str, Any]
 """A line of JSON: a request, a result, or what a rank has reached."""
 PR_SET_PDEATHSIG = 1
-ELEMENTS = 1 << 18
+TENSOR_ELEMENTS = 1 << 18
 """1 MiB: enough for the large-message paths of gloo and NCCL."""
 STAGES = ("started", "has its device", "met its peers", "finished")
 EXIT_TIMEOUT_S = 2.0
@@ -71,7 +71,7 @@ def run_ranks(request: Message) -> Message:
             else:
                 selector.unregister(key.fd)
                 os.close(key.fd)
-    _end(pids.values())
+    _kill_ranks(pids.values())
     messages_of = {
         slot: [json.loads(line) for line in messages.splitlines(True) if line[-1:] == b"\n"]
         for slot, messages in output.items()
@@ -79,32 +79,33 @@ def run_ranks(request: Message) -> Message:
     return summarize(slots, messages_of, request)
 
 
-def summarize(slots: list[int], found: dict[int, list[Message]], request: Message) -> Message:
+def summarize(slots: list[int], messages_of: dict[int, list[Message]], request: Message) -> Message:
     """The first rule that finds a fault names the slot that blocked the others."""
-    for rule in (_absent, _failed, _unfinished, _wrong_sum):
-        if why := rule(slots, found, request):
+    for rule in (_slots_behind_reason, _first_error_reason, _unfinished_reason, _wrong_sum_reason):
+        if why := rule(slots, messages_of, request):
             return {"outcome": "failed", "why": why}
-    seconds = max(messages[-1]["seconds"] for messages in found.values())
+    seconds = max(messages[-1]["seconds"] for messages in messages_of.values())
     return {"outcome": "passed", "why": f"{len(slots)} slots, {request['backend']}, {seconds:.2f} s"}
 
 
-def _stages(messages: list[Message]) -> int:
+def _stages_reached(messages: list[Message]) -> int:
     return sum("stage" in message for message in messages)
 
 
-def _late(slots: list[int], found: dict[int, list[Message]]) -> list[int]:
+def _unfinished_slots(slots: list[int], messages_of: dict[int, list[Message]]) -> list[int]:
     """Slots that neither finished nor failed."""
     return [
         slot
         for slot in slots
-        if _stages(found[slot]) < len(STAGES) and not (found[slot] and "failed" in found[slot][-1])
+        if _stages_reached(messages_of[slot]) < len(STAGES)
+        and not (messages_of[slot] and "failed" in messages_of[slot][-1])
     ]
 
 
-def _absent(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
+def _slots_behind_reason(slots: list[int], messages_of: dict[int, list[Message]], request: Message) -> str:
     """The rule for slots that were behind all others: these blocked them."""
-    least = min(map(_stages, found.values()))
-    behind = [slot for slot in _late(slots, found) if _stages(found[slot]) == least]
+    least = min(map(_stages_reached, messages_of.values()))
+    behind = [slot for slot in _unfinished_slots(slots, messages_of) if _stages_reached(messages_of[slot]) == least]
     if not 0 < len(behind) < len(slots):
         return ""
     last = STAGES[least - 1] if least else "no message from it"
@@ -112,24 +113,28 @@ def _absent(slots: list[int], found: dict[int, list[Message]], request: Message)
     return f"slot {names} did not reach the all-reduce within {request['within_s']:g} s ({last}); the others waited"
 
 
-def _failed(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
+def _first_error_reason(slots: list[int], messages_of: dict[int, list[Message]], request: Message) -> str:
     """The rule for slots that raised: the one that came least far failed first, and the others lost a peer."""
-    errors = {slot: messages[-1]["failed"] for slot, messages in found.items() if messages and "failed" in messages[-1]}
+    errors = {
+        slot: messages[-1]["failed"] for slot, messages in messages_of.items() if messages and "failed" in messages[-1]
+    }
     if not errors:
         return ""
-    first = min(errors, key=lambda slot: (_stages(found[slot]), slot))
+    first = min(errors, key=lambda slot: (_stages_reached(messages_of[slot]), slot))
     return f"slot {first}: {errors[first]}"
 
 
-def _unfinished(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
+def _unfinished_reason(slots: list[int], messages_of: dict[int, list[Message]], request: Message) -> str:
     """The rule for an all-reduce in which all arrived and that did not end: the fault lies between them."""
     within = f"within {request['within_s']:g} s"
-    return f"the slots did not finish an all-reduce {within}" if _late(slots, found) else ""
+    return f"the slots did not finish an all-reduce {within}" if _unfinished_slots(slots, messages_of) else ""
 
 
-def _wrong_sum(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
+def _wrong_sum_reason(slots: list[int], messages_of: dict[int, list[Message]], request: Message) -> str:
     """The rule for a sum that is wrong: a device or a link that computes or carries wrong numbers."""
-    wrong = {slot: messages[-1]["sum"] for slot, messages in found.items() if messages[-1]["sum"] != request["sum"]}
+    wrong = {
+        slot: messages[-1]["sum"] for slot, messages in messages_of.items() if messages[-1]["sum"] != request["sum"]
+    }
     slot, got = min(wrong.items(), default=(0, None))
     return f"slot {slot} added up {got}, not {request['sum']}" if wrong else ""
 
@@ -150,7 +155,7 @@ def _rank_main(rank: int, request: Message, out: int) -> NoReturn:
             os.environ["CUDA_VISIBLE_DEVICES"] = request["devices"][rank]
             device = "cuda:0"
         began = time.monotonic()
-        numbers = torch.full((ELEMENTS,), float(rank + 1), device=device)
+        numbers = torch.full((TENSOR_ELEMENTS,), float(rank + 1), device=device)
         tell({"stage": 1})
         dist.init_process_group(
             request["backend"],
@@ -169,7 +174,7 @@ def _rank_main(rank: int, request: Message, out: int) -> NoReturn:
     os._exit(0)
 
 
-def _end(pids: Any) -> None:
+def _kill_ranks(pids: Any) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + EXIT_TIMEOUT_S

@@ -48,11 +48,11 @@ Message = dict[str, Any]
 MAX_OUTPUT_BYTES = 1 << 20
 KEPT_OUTPUT_BYTES = 16 * 1024
 MAX_REASON_CHARS = 200
-PAUSE_S = 0.02
+LOOK_INTERVAL_S = 0.02
 """Between two looks at the children; they run for a second of each minute."""
 EXIT_TIMEOUT_S = 1.0
 """After SIGKILL; a process that hangs in the kernel is left behind."""
-CANNOT_RUN = 125
+CANNOT_RUN_EXIT_CODE = 125
 """The exit code of a child that could not execute the plugin."""
 
 
@@ -64,11 +64,11 @@ class RunningCheck:
     pid: int
     output_fd: int
     began: float
-    until: float
-    read: Callable[[RunningCheck, int], CheckResult]
+    deadline: float
+    to_result: Callable[[RunningCheck, int], CheckResult]
     output: bytes = b""  #: the beginning of what it wrote
     output_bytes: int = 0
-    killed: str = ""  # the reason
+    kill_reason: str = ""
     ports: Message = field(default_factory=dict)  # the network's, for the next run
 
 
@@ -85,9 +85,9 @@ class CheckRunner:
 
     def run(self, request: Message) -> None:
         """Run all checks of the request, and leave no process behind but those that survive SIGKILL."""
-        waiting = [self._directory(asked, request) for asked in request["directories"]]
-        waiting += [self._ports(asked, request) for asked in request.get("ports", ())]
-        waiting += [self._plugin(asked, request) for asked in request["plugins"]]
+        waiting = [self._directory_starter(asked, request) for asked in request["directories"]]
+        waiting += [self._ports_starter(asked, request) for asked in request.get("ports", ())]
+        waiting += [self._plugin_starter(asked, request) for asked in request["plugins"]]
         waiting.reverse()
         while (waiting or self._children) and not self._stopped:
             while waiting and len(self._children) < request["at_once"]:
@@ -95,7 +95,7 @@ class CheckRunner:
             self._turn()
         self._kill_descendants()
 
-    def _directory(self, asked: Message, request: Message) -> Callable[[], None]:
+    def _directory_starter(self, asked: Message, request: Message) -> Callable[[], None]:
         """Return the start of a check of one directory: it exists, can be written, and has enough free space."""
 
         def ask() -> None:
@@ -105,7 +105,7 @@ class CheckRunner:
 
         return lambda: self._start(asked["check"], request["directory_s"], ask, _directory_result)
 
-    def _ports(self, asked: Message, request: Message) -> Callable[[], None]:
+    def _ports_starter(self, asked: Message, request: Message) -> Callable[[], None]:
         """Return the start of a check of the network's ports, compared with the counters of the run before."""
 
         def ask() -> None:
@@ -113,8 +113,8 @@ class CheckRunner:
             os._exit(0)
 
         def judge(child: RunningCheck, status: int) -> CheckResult:
-            if child.killed:
-                return failed(child.check, f"{child.killed}: does the adapter's driver answer?")
+            if child.kill_reason:
+                return failed(child.check, f"{child.kill_reason}: does the adapter's driver answer?")
             try:
                 result, child.ports = network_ports.judge_ports(asked["before"], json.loads(child.output))
             except (ValueError, TypeError):
@@ -123,7 +123,7 @@ class CheckRunner:
 
         return lambda: self._start(asked["check"], request["directory_s"], ask, judge)
 
-    def _plugin(self, asked: Message, request: Message) -> Callable[[], None]:
+    def _plugin_starter(self, asked: Message, request: Message) -> Callable[[], None]:
         """Return the start of a plugin: any program; exit code 0 is healthy, its first line is the reason."""
 
         def become() -> None:
@@ -131,12 +131,16 @@ class CheckRunner:
                 os.execve(asked["path"], [asked["path"]], request["environment"])
             except OSError as error:
                 os.write(1, f"{asked['path']} cannot be executed: {error.strerror}".encode())
-            os._exit(CANNOT_RUN)
+            os._exit(CANNOT_RUN_EXIT_CODE)
 
         return lambda: self._start(asked["check"], request["plugin_s"], become, _plugin_result)
 
     def _start(
-        self, check: str, within_s: float, act: Callable[[], None], read: Callable[[RunningCheck, int], CheckResult]
+        self,
+        check: str,
+        within_s: float,
+        act: Callable[[], None],
+        to_result: Callable[[RunningCheck, int], CheckResult],
     ) -> None:
         ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         us = os.getpid()
@@ -145,21 +149,21 @@ class CheckRunner:
             _become_child(us, theirs, act)
         os.close(theirs)
         now = time.monotonic()
-        self._children[pid] = RunningCheck(check, pid, ours, now, now + within_s, read)
+        self._children[pid] = RunningCheck(check, pid, ours, now, now + within_s, to_result)
 
     def _turn(self) -> None:
         """Look at all children once: results of those that have ended, output, deadlines."""
-        if select.select([self._stop_fd], [], [], PAUSE_S)[0]:
+        if select.select([self._stop_fd], [], [], LOOK_INTERVAL_S)[0]:
             self._stopped = True
         for pid, status in reap_children().items():
             if (child := self._children.pop(pid, None)) is not None:
                 self._close_output(child)
-                self._report(child, child.read(child, status))
+                self._report(child, child.to_result(child, status))
         for child in list(self._children.values()):
             self._read_output(child)
-            if time.monotonic() >= child.until:
+            if time.monotonic() >= child.deadline:
                 self._on_deadline(child)
-            elif not child.killed and child.output_bytes > MAX_OUTPUT_BYTES:
+            elif not child.kill_reason and child.output_bytes > MAX_OUTPUT_BYTES:
                 self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; only the first line counts")
 
     def _read_output(self, child: RunningCheck) -> None:
@@ -174,23 +178,23 @@ class CheckRunner:
 
     def _on_deadline(self, child: RunningCheck) -> None:
         """Kill a child that is late; when it is late for its end as well, report it and leave it behind."""
-        if not child.killed:
-            self._kill(child, f"no result within {child.until - child.began:g} s")
+        if not child.kill_reason:
+            self._kill(child, f"no result within {child.deadline - child.began:g} s")
             return
         del self._children[child.pid]
         self._close_output(child)
         process = stat(child.pid)
         state = process.state if process is not None else "?"
         where = read(f"/proc/{child.pid}/wchan").decode("ascii", "replace")
-        why = f"{child.killed}; process {child.pid} survives SIGKILL (state {state}{' in ' * bool(where)}{where})"
+        why = f"{child.kill_reason}; process {child.pid} survives SIGKILL (state {state}{' in ' * bool(where)}{where})"
         self._report(child, failed(child.check, why))
         started = process.start_ticks if process is not None else 0
         self._send({"stuck": {"check": child.check, "pid": child.pid, "started": started}})
 
     def _kill(self, child: RunningCheck, why: str) -> None:
-        child.killed = why
-        child.until = time.monotonic() + EXIT_TIMEOUT_S
-        _kill(child.pid)
+        child.kill_reason = why
+        child.deadline = time.monotonic() + EXIT_TIMEOUT_S
+        _kill_with_group(child.pid)
 
     def _report(self, child: RunningCheck, result: CheckResult) -> None:
         took_s = time.monotonic() - child.began
@@ -203,7 +207,7 @@ class CheckRunner:
         until = time.monotonic() + EXIT_TIMEOUT_S
         while (left := children()) and time.monotonic() < until:
             for pid in left:
-                _kill(pid)
+                _kill_with_group(pid)
             time.sleep(0.01)
             reap_children()
 
@@ -214,7 +218,7 @@ def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
         os.setsid()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(CANNOT_RUN)
+            os._exit(CANNOT_RUN_EXIT_CODE)
         for number in (signal.SIGPIPE, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -226,12 +230,12 @@ def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
         act()
     except BaseException as error:  # noqa: BLE001  a forked child must never continue as its parent
         os.write(1, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
-    os._exit(CANNOT_RUN)
+    os._exit(CANNOT_RUN_EXIT_CODE)
 
 
 def _directory_result(child: RunningCheck, status: int) -> CheckResult:
-    if child.killed:
-        return failed(child.check, f"{child.killed}: is it a mount whose server is unreachable?")
+    if child.kill_reason:
+        return failed(child.check, f"{child.kill_reason}: is it a mount whose server is unreachable?")
     try:
         return CheckResult(**json.loads(child.output))
     except (ValueError, TypeError):
@@ -242,12 +246,12 @@ def _directory_result(child: RunningCheck, status: int) -> CheckResult:
 
 def _plugin_result(child: RunningCheck, status: int) -> CheckResult:
     reason = first_line(child.output)
-    if child.killed:
-        return failed(child.check, child.killed)
+    if child.kill_reason:
+        return failed(child.check, child.kill_reason)
     if os.WIFSIGNALED(status):
         return failed(child.check, f"it {describe_wait_status(status)}{': ' * bool(reason)}{reason}")
     code = os.WEXITSTATUS(status)
-    if code == CANNOT_RUN and "cannot be executed" in reason:
+    if code == CANNOT_RUN_EXIT_CODE and "cannot be executed" in reason:
         return skipped(child.check, reason)
     if code:
         return failed(child.check, reason or f"it exited with {code} and wrote nothing")
@@ -261,7 +265,7 @@ def first_line(output: bytes) -> str:
     return shortened(text, MAX_REASON_CHARS)
 
 
-def _kill(pid: int) -> None:
+def _kill_with_group(pid: int) -> None:
     """The process, and the group that it leads, if it leads one."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):

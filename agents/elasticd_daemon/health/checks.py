@@ -28,9 +28,9 @@ from elasticd_daemon.health import gpu_checks, network_ports, plugins
 from elasticd_daemon.health.directories import format_size
 from elasticd_daemon.health.kubernetes_node import KubernetesNode
 from elasticd_daemon.health.policy import HealthVerdict
-from elasticd_daemon.health.result import CheckResult, GpuUsage, Outcome, failed, passed, skipped
+from elasticd_daemon.health.result import CheckOutcome, CheckResult, GpuUsage, failed, passed, skipped
 
-ALL_REDUCE = "all-reduce"
+ALL_REDUCE_CHECK = "all-reduce"
 ALL_REDUCE_TIMEOUT_S = 30.0
 """Four NCCL ranks on one machine need 2 to 5 s, eight gloo ranks on two busy cores 3 s."""
 IMPORT_TIMEOUT_S = 60.0
@@ -57,7 +57,7 @@ def check_all_reduce(
     The result is skipped where nothing can be compared (one slot without a GPU), or where the interpreter has no torch.
     """
     if not devices and len(slots) < 2:
-        return skipped(ALL_REDUCE, "a single slot without a GPU has no peer")
+        return skipped(ALL_REDUCE_CHECK, "a single slot without a GPU has no peer")
     with TemporaryDirectory(prefix="elasticd-health-") as directory:
         request = {
             "slots": list(slots),
@@ -67,10 +67,10 @@ def check_all_reduce(
             "within_s": within_s,
             "sum": len(slots) * (len(slots) + 1) / 2,
         }
-        return _run(python, request, environ, within_s + import_s + CLOSE_S, stop)
+        return _run_all_reduce(python, request, environ, within_s + import_s + CLOSE_S, stop)
 
 
-def _run(
+def _run_all_reduce(
     python: str, request: Mapping[str, Any], environ: Mapping[str, str], within_s: float, stop: int | None
 ) -> CheckResult:
     began = time.monotonic()
@@ -78,8 +78,8 @@ def _run(
     try:
         helper = HelperProcess([python, "-u", str(Path(health.__path__[0], "all_reduce_process.py"))], env=env, cwd="/")
     except OSError as error:
-        return skipped(ALL_REDUCE, f"{python} cannot be run: {error.strerror}")
-    outcome: Outcome = "failed"
+        return skipped(ALL_REDUCE_CHECK, f"{python} cannot be run: {error.strerror}")
+    outcome: CheckOutcome = "failed"
     try:
         helper.send(request, began + within_s)
         answer = helper.receive(began + within_s, cancel=stop)
@@ -90,7 +90,7 @@ def _run(
         why = f"{python} ended before the result ({error})"
     finally:
         left = helper.close()
-    return CheckResult(ALL_REDUCE, outcome, f"{why}; {left}" if left else why, time.monotonic() - began)
+    return CheckResult(ALL_REDUCE_CHECK, outcome, f"{why}; {left}" if left else why, time.monotonic() - began)
 
 
 MAX_PARALLEL = 4
@@ -98,9 +98,9 @@ MAX_PARALLEL = 4
 NVML_TIMEOUT_S = 10.0
 """Without a persistent driver, finding the GPUs takes a second or two each."""
 DIRECTORY_TIMEOUT_S = 5.0
-MEMORY = "memory"
-MIN_FREE_SHARE = 0.05
-MIN_FREE_BYTES = 1 << 30
+MEMORY_CHECK = "memory"
+MIN_FREE_MEMORY_SHARE = 0.05
+MIN_FREE_MEMORY_BYTES = 1 << 30
 """The limit on a large machine; a worker that has imported torch takes a quarter of it."""
 
 
@@ -137,10 +137,10 @@ class NodeChecks:
         self._nvml.close()
         self._stop.close()
 
-    def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
-        """Except the all-reduce. `idle`: no job runs here. `most_gpus`: the most that were ever seen here."""
+    def run(self, idle: bool, max_gpus_seen: int) -> list[CheckResult]:
+        """Except the all-reduce. `idle`: no job runs here."""
         of_kubernetes = self._kubernetes.check(self._settings.health)
-        return [check_memory(idle), *self._gpus(most_gpus), *of_kubernetes, *self._in_check_process()]
+        return [check_memory(idle), *self._check_gpus(max_gpus_seen), *of_kubernetes, *self._in_check_process()]
 
     def report(self, verdict: HealthVerdict) -> None:
         """Tell others of the verdict that follows from the results."""
@@ -151,22 +151,22 @@ class NodeChecks:
         devices = self._settings.devices(self._environ)[:slots]
         return check_all_reduce(sys.executable, range(slots), devices, self._environ, stop=self._stop.fileno())
 
-    def _gpus(self, most: int) -> list[CheckResult]:
+    def _check_gpus(self, most: int) -> list[CheckResult]:
         devices, visible = self._settings.devices(self._environ), self._visible_gpus()
         expected = self._settings.health.gpus
         if expected is None:
             expected = len(devices) if visible is not None else max(most, len(devices))
         if not expected and not devices:
-            return [skipped(gpu_checks.PRESENT, "this machine has no GPUs")]
+            return [skipped(gpu_checks.PRESENCE_CHECK, "this machine has no GPUs")]
         if not find_pynvml():
             why = f"{expected} GPUs, unchecked: pynvml is not installed (pip install 'elasticd[gpu]')"
-            return [skipped(gpu_checks.PRESENT, why)]
+            return [skipped(gpu_checks.PRESENCE_CHECK, why)]
         began = time.monotonic()
         answer = self._nvml.request({"do": "gpus"}, NVML_TIMEOUT_S)
         self.gpu_usage = gpu_checks.gpu_usage(answer, visible)
         return [
             *gpu_checks.gpu_results(answer, expected, visible, time.monotonic() - began, self._most_links),
-            *self._xid_result(),
+            *self._take_xid_result(),
         ]
 
     def _visible_gpus(self) -> tuple[str, ...] | None:
@@ -179,21 +179,21 @@ class NodeChecks:
             self._events.put(result)
             self._on_event()
 
-    def _xid_result(self) -> list[CheckResult]:
+    def _take_xid_result(self) -> list[CheckResult]:
         failures: list[CheckResult] = []
         while not self._events.empty():
             failures.append(self._events.get())
         if not failures:
-            return [CheckResult(gpu_checks.XIDS, "passed", "none since the last check")]
+            return [CheckResult(gpu_checks.XID_CHECK, "passed", "none since the last check")]
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-        return [CheckResult(gpu_checks.XIDS, "failed", failures[0].why + more, certain=True)]
+        return [CheckResult(gpu_checks.XID_CHECK, "failed", failures[0].why + more, certain=True)]
 
     def _in_check_process(self) -> list[CheckResult]:
         settings, health = self._settings, self._settings.health
         own = [path for path in (settings.state_dir, settings.log_dir) if path is not None]  # the agent makes them
         executables, results = plugins.find(health.plugins_dir)
         requested: dict[str, list[dict[str, Any]]] = {"directories": [], "ports": [], "plugins": []}
-        requested["ports"].append({"check": network_ports.CHECK, "before": self._ports})
+        requested["ports"].append({"check": network_ports.CHECK_NAME, "before": self._ports})
         for path, made in {**dict.fromkeys(health.directories, False), **dict.fromkeys(own, True)}.items():
             asked = {"check": f"disk {path}", "path": str(path), "free_min_bytes": health.disk_free_min_bytes}
             requested["directories"].append({**asked, "made": made})
@@ -262,10 +262,10 @@ def check_memory(idle: bool, path: str = "/proc/meminfo") -> CheckResult:
     sizes = {name: int(kib) << 10 for name, kib in re.findall(pattern, procfs.read(path), re.MULTILINE)}
     total, free = sizes.get(b"MemTotal"), sizes.get(b"MemAvailable")
     if total is None or free is None:
-        return skipped(MEMORY, f"{path} does not report the available memory")
+        return skipped(MEMORY_CHECK, f"{path} does not report the available memory")
     available = f"{format_size(free)} of {format_size(total)} available"
     if not idle:
-        return skipped(MEMORY, f"{available}; not judged while jobs run here")
-    if free < min(MIN_FREE_BYTES, MIN_FREE_SHARE * total):
-        return failed(MEMORY, f"{available} although no job runs here: see which processes hold the rest")
-    return passed(MEMORY, available)
+        return skipped(MEMORY_CHECK, f"{available}; not judged while jobs run here")
+    if free < min(MIN_FREE_MEMORY_BYTES, MIN_FREE_MEMORY_SHARE * total):
+        return failed(MEMORY_CHECK, f"{available} although no job runs here: see which processes hold the rest")
+    return passed(MEMORY_CHECK, available)

@@ -11,19 +11,19 @@ import os
 import stat
 import time
 
-from elasticd_daemon.health.result import CheckResult, failed, full, passed
+from elasticd_daemon.health.result import CheckResult, directory_full, failed, passed
 
 MIN_FREE_INODES = 1000
 """A round of a job makes a few dozen files. File systems without inodes report 0 of 0."""
-LOOK_S = 0.5
+LARGEST_JOB_TIMEOUT_S = 0.5
 """The time to find the job that has most of a full state directory: the check must end in time."""
 TEST_DATA = b"\0" * 4096
 """One page, synced: a full file system may still accept data that fits into the inode."""
 
 
-def check_directory(check: str, directory: str, free_min_bytes: float, made: bool = False) -> CheckResult:
-    """`made`: its user creates it, so while it is missing its parent counts."""
-    while made and not os.path.lexists(directory) and os.path.dirname(directory) != directory:
+def check_directory(check: str, directory: str, free_min_bytes: float, may_be_missing: bool = False) -> CheckResult:
+    """`may_be_missing`: its user creates it, so while it is missing its parent counts."""
+    while may_be_missing and not os.path.lexists(directory) and os.path.dirname(directory) != directory:
         directory = os.path.dirname(directory)
     try:
         if not stat.S_ISDIR(os.stat(directory).st_mode):
@@ -38,9 +38,9 @@ def check_directory(check: str, directory: str, free_min_bytes: float, made: boo
         )
     if free < free_min_bytes:
         why = f"{directory} has {format_size(free)} free, less than {format_size(free_min_bytes)}"
-        return full(check, why + largest_job(directory))
+        return directory_full(check, why + describe_largest_job(directory))
     if room.f_files > 0 and room.f_favail < min(MIN_FREE_INODES, room.f_files / 2):
-        return full(check, f"{directory} has {room.f_favail} of {room.f_files} inodes left: too many files")
+        return directory_full(check, f"{directory} has {room.f_favail} of {room.f_files} inodes left: too many files")
     try:
         try_write(directory)
     except OSError as error:
@@ -50,14 +50,16 @@ def check_directory(check: str, directory: str, free_min_bytes: float, made: boo
             )
         why = f"{directory} is not writable: {_os_error(error)}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return full(check, why + largest_job(directory))
+            return directory_full(check, why + describe_largest_job(directory))
         return failed(check, why)
     return passed(check, f"{format_size(free)} free, writable")
 
 
-def largest_job(directory: str) -> str:
-    """Which job has most of the agent's state directory, and its user, as far as LOOK_S shows; "" of another one."""
-    until = time.monotonic() + LOOK_S
+def describe_largest_job(directory: str) -> str:
+    """Which job has most of the agent's state directory, and its user; "" of another directory. It takes at most
+    LARGEST_JOB_TIMEOUT_S.
+    """
+    until = time.monotonic() + LARGEST_JOB_TIMEOUT_S
     most, which = 0, ""
     try:
         with os.scandir(os.path.join(directory, "jobs")) as jobs:

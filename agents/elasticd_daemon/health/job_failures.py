@@ -15,7 +15,7 @@ from typing import Any
 from elasticd_agent.model.phrases import plural
 
 RunKey = tuple[str, int]
-MAX_CHARS = 1000
+MAX_SENTENCE_CHARS = 1000
 """The limit of a sentence: it becomes part of the node status, and the runner belongs to the job's user."""
 
 
@@ -50,7 +50,7 @@ class JobFailures:
                 self._last_user = user
                 slots = f"{plural(len(new), 'slot')} {', '.join(map(str, new))}"
                 reason = f"job {key[0]}, round {status.get('round')} quarantined {slots}: {status.get('reason', '')}"
-                sentences.append(reason[:MAX_CHARS])
+                sentences.append(reason[:MAX_SENTENCE_CHARS])
             self._counts[key] = {**before, **{slot: max(count, before.get(slot, 0)) for slot, count in now.items()}}
         return sentences
 

@@ -17,9 +17,9 @@ from elasticd_daemon.config.agent_settings import HealthSettings
 from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
 from elasticd_daemon.health.result import CheckResult, passed, skipped
 
-CHECK = "kubernetes"
-CONDITION = "ElasticdGPUQuarantined"
-_NO_ANSWER = (OSError, ValueError, KeyError, TypeError, AttributeError)
+CHECK_NAME = "kubernetes"
+CONDITION_TYPE = "ElasticdGPUQuarantined"
+_NO_ANSWER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 _log = logging.getLogger("elasticd.health")
 
@@ -40,17 +40,17 @@ class KubernetesNode:
         from elasticd_agent.system.network import kubernetes  # it takes an HTTP client
 
         try:
-            self._found = kubernetes.get(self._base, self._path)
+            self._found = kubernetes.get(self._api_url, self._node_path)
             taint = kubernetes.find_taint(self._found, health.kubernetes_taints)
             why = f"this node has the taint {taint}" if taint else ""
             why = why or kubernetes.find_true_condition(self._found, health.kubernetes_conditions)
-        except _NO_ANSWER as error:
+        except _NO_ANSWER_ERRORS as error:
             self._found = {}
-            missing = skipped(CHECK, f"node {self._node} cannot be read from Kubernetes: {error}")
+            missing = skipped(CHECK_NAME, f"node {self._node} cannot be read from Kubernetes: {error}")
             return [self._failed or missing]
         # It counts at once: the program that set it has judged already.
-        self._failed = CheckResult(CHECK, "failed", why, certain=True) if why else None
-        return [self._failed or passed(CHECK, "no such taint or condition")]
+        self._failed = CheckResult(CHECK_NAME, "failed", why, certain=True) if why else None
+        return [self._failed or passed(CHECK_NAME, "no such taint or condition")]
 
     def report(self, health: HealthSettings, verdict: HealthVerdict) -> None:
         """Write the condition, if it is not what the node has."""
@@ -61,35 +61,37 @@ class KubernetesNode:
 
         try:
             listed = self._found.get("status", {}).get("conditions", [])
-            present: dict[str, Any] = next((one for one in listed if one["type"] == CONDITION), {})
-            status = wanted_status(verdict, before, present.get("status", "False"))
+            present: dict[str, Any] = next((one for one in listed if one["type"] == CONDITION_TYPE), {})
+            status = wanted_condition_status(verdict, before, present.get("status", "False"))
             if status is None:
                 return
             reason = "NotQuarantined" if status == "False" else "HealthCheckOrJobFailed"
             message = "elasticd gives this node work" if status == "False" else verdict.why
-            wanted = {"type": CONDITION, "status": status, "reason": reason, "message": message}
+            wanted = {"type": CONDITION_TYPE, "status": status, "reason": reason, "message": message}
             if {**present, **wanted} == present:
                 return
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             since = {} if present.get("status") == status else {"lastTransitionTime": now}
             change = {"status": {"conditions": [{**wanted, "lastHeartbeatTime": now, **since}]}}
-            self._found = kubernetes.patch(self._base, f"{self._path}/status", change)
+            self._found = kubernetes.patch(self._api_url, f"{self._node_path}/status", change)
             self._trouble = ""
-        except _NO_ANSWER as error:
+        except _NO_ANSWER_ERRORS as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
-                _log.warning("the condition %s of node %s cannot be written for now: %s", CONDITION, self._node, error)
+                _log.warning(
+                    "the condition %s of node %s cannot be written for now: %s", CONDITION_TYPE, self._node, error
+                )
 
     @property
-    def _base(self) -> str:
+    def _api_url(self) -> str:
         return parse_notice_service("kubernetes")[1]
 
     @property
-    def _path(self) -> str:
+    def _node_path(self) -> str:
         return f"/api/v1/nodes/{self._node}"
 
 
-def wanted_status(verdict: HealthVerdict, before: str, present: str) -> str | None:
+def wanted_condition_status(verdict: HealthVerdict, before: str, present: str) -> str | None:
     """Pure. The condition's status; None: it stays as it is.
 
     It is about what this agent has found itself. If it repeated a taint or condition, a controller that taints nodes
@@ -99,7 +101,7 @@ def wanted_status(verdict: HealthVerdict, before: str, present: str) -> str | No
         return "False"
     if verdict.why == NOT_CHECKED_YET:
         return None
-    own = set(verdict.failing) - {CHECK}
+    own = set(verdict.failing_checks) - {CHECK_NAME}
     if own or (verdict.state == "quarantined" and (before == "healthy" or present == "True")):
         return "True"
     return None

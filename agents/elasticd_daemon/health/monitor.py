@@ -36,10 +36,10 @@ RECHECK_S = 5.0
 """Until the next run while a failure is unconfirmed or the node has not registered."""
 OVERDUE_S = 300.0
 """Far beyond all the deadlines of one run together."""
-ATTENTIVE_S = 10.0
+MAX_QUERY_GAP_S = 10.0
 """The agent asks every second; after a longer pause it was stopped itself, and so was the checking thread."""
 CLOSE_S = 10.0
-FILE = "health.json"
+HISTORY_FILE = "health.json"
 
 
 class HealthMonitor:
@@ -84,7 +84,7 @@ class HealthMonitor:
     def current(self) -> HealthVerdict:
         """May the node be given work, and if not, why not."""
         now = time.monotonic()
-        if now - self._queried_at > ATTENTIVE_S:
+        if now - self._queried_at > MAX_QUERY_GAP_S:
             self._queried_since = now
         self._queried_at = now
         overdue_s = now - max(self._checked_at, self._queried_since) - self._settings.health.every_s
@@ -121,8 +121,8 @@ class HealthMonitor:
         check_at, self._posted = time.monotonic(), self.current()
         while True:
             if time.monotonic() >= check_at:
-                self._check()
-                check_at = time.monotonic() + self._pause_s()
+                self._check_once()
+                check_at = time.monotonic() + self._next_check_in_s()
             self._report(self.current())
             try:
                 message = self._inbox.get(timeout=max(0.0, self._next_wakeup(check_at) - time.monotonic()))
@@ -140,7 +140,7 @@ class HealthMonitor:
                 self._all_reduce_passed = self._all_reduce_passed or not message.health.all_reduce
             check_at = time.monotonic()
 
-    def _check(self) -> None:
+    def _check_once(self) -> None:
         """Run the checks once and weigh the results. Results of a run that `close` interrupted mean nothing."""
         try:
             results = self._run_checks(self._idle())
@@ -180,8 +180,8 @@ class HealthMonitor:
             self._post(change)
             self._posted = change
 
-    def _pause_s(self) -> float:
-        soon = self._history.is_unconfirmed or not self._history.fit_since_boot
+    def _next_check_in_s(self) -> float:
+        soon = self._history.has_unconfirmed_failure or not self._history.fit_since_boot
         every_s = float(self._settings.health.every_s)
         return min(RECHECK_S, every_s) if soon else every_s
 
@@ -199,17 +199,21 @@ class HealthMonitor:
 def report_change(now: HealthVerdict, record: Callable[..., None]) -> None:
     """Record the change as an event; `record` is the agent's journal's."""
     if now.state == "healthy":
-        but = f"; no job that uses one of these directories is started here: {now.why}" if now.unusable else ""
+        but = (
+            f"; no job that uses one of these directories is started here: {now.why}"
+            if now.unusable_directories
+            else ""
+        )
         record(events.NodeHealthyEvent, f"this node is healthy{but}")
     elif now.state == "unhealthy":
         record(events.NodeUnhealthyEvent, f"this node is unhealthy and gets no work: {now.why}")
     else:
-        sentence = f"this node gets no work for {now.left_s:.0f} s: {now.why}"
-        record(events.NodeQuarantinedEvent, sentence, seconds=round(now.left_s, 1))
+        sentence = f"this node gets no work for {now.quarantine_left_s:.0f} s: {now.why}"
+        record(events.NodeQuarantinedEvent, sentence, seconds=round(now.quarantine_left_s, 1))
 
 
 def health_file(settings: NodeSettings) -> HealthFile:
-    return HealthFile(settings.state_dir / FILE, boot_id())
+    return HealthFile(settings.state_dir / HISTORY_FILE, boot_id())
 
 
 def max_gpus_seen(settings: NodeSettings) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
 
-CHECK = "network ports"
-SYSFS = Path("/sys/class/infiniband")
+CHECK_NAME = "network ports"
+INFINIBAND_SYSFS = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Port:
     was_active: bool = False
 
 
-def read_ports(root: Path = SYSFS) -> dict[str, dict[str, Any]]:
+def read_ports(root: Path = INFINIBAND_SYSFS) -> dict[str, dict[str, Any]]:
     """The ports by name, as "mlx5_0 port 1"; one without a readable state is left out."""
     ports = {}
     for path in sorted(root.glob("*/ports/*")):
@@ -56,8 +56,8 @@ def judge_ports(
             whys.append(f"{name}'s link went down since the last check, {port.link_downed - old.link_downed} times")
     remembered = {name: asdict(port) for name, port in ports.items()}
     if whys:
-        return failed(CHECK, "; ".join(whys)), remembered
+        return failed(CHECK_NAME, "; ".join(whys)), remembered
     if not ports:
-        return skipped(CHECK, "no InfiniBand or RoCE port"), remembered
+        return skipped(CHECK_NAME, "no InfiniBand or RoCE port"), remembered
     active = sum(port.state == "ACTIVE" for port in ports.values())
-    return passed(CHECK, f"{active} of {len(ports)} ports active"), remembered
+    return passed(CHECK_NAME, f"{active} of {len(ports)} ports active"), remembered

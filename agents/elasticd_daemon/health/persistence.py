@@ -67,7 +67,7 @@ class HealthFile:
             quarantined_until=then + record.left_s if record.left_s > 0 else float("-inf"),
             last_failure_at=then - record.failure_age_s if record.failure_age_s is not None else float("-inf"),
             why=record.why,
-            job_failures=tuple(then - age_s for age_s in record.job_failure_ages_s),
+            job_failure_times=tuple(then - age_s for age_s in record.job_failure_ages_s),
         )
         return history if same else after_reboot(history)
 
@@ -80,8 +80,8 @@ class HealthFile:
             left_s=max(0.0, history.quarantined_until - now),
             why=history.why,
             failure_age_s=now - history.last_failure_at if history.last_failure_at > float("-inf") else None,
-            job_failure_ages_s=tuple(now - at for at in history.job_failures),
-            failing=tuple(FailingCheck(row.check, row.why) for row in history.failing),
+            job_failure_ages_s=tuple(now - at for at in history.job_failure_times),
+            failing=tuple(FailingCheck(row.check, row.why) for row in history.failing_node_checks),
             gpus=self.max_gpus,
         )
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elasticd_daemon.health.result import CheckResult, skipped
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_PLUGIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _BACKUP_SUFFIXES = (
     ".bak",
     ".orig",
@@ -27,7 +27,7 @@ _BACKUP_SUFFIXES = (
 )
 """Left behind by editors and package managers."""
 MAX_PLUGINS = 64
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PATH_VARIABLE = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def check_name(plugin: Path) -> str:
@@ -37,7 +37,7 @@ def check_name(plugin: Path) -> str:
 def find(directory: Path) -> tuple[list[Path], list[CheckResult]]:
     """The plugins by name, none in a missing directory; and a skipped result for each one that is not run."""
     try:
-        why = _unsafe(directory, directory.stat())
+        why = _unsafe_reason(directory, directory.stat())
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return [], []
@@ -47,7 +47,9 @@ def find(directory: Path) -> tuple[list[Path], list[CheckResult]]:
         return [], [skipped("plugins", f"none is run: {directory} {why}")]
     run: list[Path] = []
     refused: list[CheckResult] = []
-    for path in (directory / name for name in names if _NAME.fullmatch(name) and not name.endswith(_BACKUP_SUFFIXES)):
+    for path in (
+        directory / name for name in names if _PLUGIN_NAME.fullmatch(name) and not name.endswith(_BACKUP_SUFFIXES)
+    ):
         try:
             what = path.stat()
         except OSError as error:
@@ -55,7 +57,7 @@ def find(directory: Path) -> tuple[list[Path], list[CheckResult]]:
             continue
         if stat.S_ISDIR(what.st_mode):
             continue
-        why = _unsafe(path, what) or ("is not a file" if not stat.S_ISREG(what.st_mode) else "")
+        why = _unsafe_reason(path, what) or ("is not a file" if not stat.S_ISREG(what.st_mode) else "")
         why = why or ("" if os.access(path, os.X_OK) else "is not executable; chmod +x it, or remove it")
         why = why or (f"is beyond the limit of {MAX_PLUGINS}" if len(run) == MAX_PLUGINS else "")
         if why:
@@ -67,10 +69,10 @@ def find(directory: Path) -> tuple[list[Path], list[CheckResult]]:
 
 def environment(node: str, slots: int) -> dict[str, str]:
     """The whole environment of a plugin."""
-    return {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/", "ELASTICD_NODE": node, "ELASTICD_SLOTS": str(slots)}
+    return {"PATH": PATH_VARIABLE, "LANG": "C.UTF-8", "HOME": "/", "ELASTICD_NODE": node, "ELASTICD_SLOTS": str(slots)}
 
 
-def _unsafe(path: Path, what: os.stat_result) -> str:
+def _unsafe_reason(path: Path, what: os.stat_result) -> str:
     if what.st_mode & stat.S_IWOTH:
         return f"is writable by everybody; chmod o-w {path}"
     if what.st_uid not in (0, os.geteuid()):

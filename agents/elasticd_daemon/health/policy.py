@@ -32,7 +32,7 @@ class HealthRules:
     streak_reset_s: float = STREAK_RESET_S
     job_failure_window_s: float = JOB_FAILURE_WINDOW_S
 
-    def cooloff(self, streak: int) -> float:
+    def streak_cooloff_s(self, streak: int) -> float:
         """Seconds after the `streak`th failure in a row."""
         return min(self.cooloff_s * 2.0 ** min(max(streak, 1) - 1, 64), max(self.cooloff_max_s, self.cooloff_s))
 
@@ -54,20 +54,20 @@ class HealthHistory:
     quarantined_until: float = float("-inf")
     last_failure_at: float = float("-inf")
     why: str = ""
-    job_failures: tuple[float, ...] = ()
+    job_failure_times: tuple[float, ...] = ()
 
     @property
-    def is_unconfirmed(self) -> bool:
+    def has_unconfirmed_failure(self) -> bool:
         """The newest run found a failure that does not count yet."""
         return any(check.recent_failures[-1] and not check.failing for check in self.checks)
 
     @property
-    def failing(self) -> tuple[CheckHistory, ...]:
+    def failing_node_checks(self) -> tuple[CheckHistory, ...]:
         """Checks of the node itself."""
         return tuple(check for check in self.checks if check.failing and not check.directory)
 
     @property
-    def failing_directories(self) -> tuple[CheckHistory, ...]:
+    def failing_directory_checks(self) -> tuple[CheckHistory, ...]:
         return tuple(check for check in self.checks if check.failing and check.directory)
 
 
@@ -75,22 +75,25 @@ class HealthHistory:
 class HealthVerdict:
     state: Literal["healthy", "unhealthy", "quarantined"]
     why: str = ""
-    left_s: float = 0.0
-    failing: tuple[str, ...] = ()
-    unusable: tuple[str, ...] = ()  #: shared directories: jobs that use one are not started here
+    quarantine_left_s: float = 0.0
+    failing_checks: tuple[str, ...] = ()
+    unusable_directories: tuple[str, ...] = ()  #: shared directories: jobs that use one are not started here
 
 
 def health_verdict(history: HealthHistory, now: float) -> HealthVerdict:
-    if history.failing:
+    if history.failing_node_checks:
         return HealthVerdict(
-            "unhealthy", _sentence(history.failing), 0.0, tuple(check.check for check in history.failing)
+            "unhealthy",
+            _sentence(history.failing_node_checks),
+            0.0,
+            tuple(check.check for check in history.failing_node_checks),
         )
     if now < history.quarantined_until:
         return HealthVerdict("quarantined", history.why, history.quarantined_until - now)
     if not history.fit_since_boot:
         return HealthVerdict("unhealthy", NOT_CHECKED_YET)
-    shared = history.failing_directories
-    return HealthVerdict("healthy", _sentence(shared), unusable=tuple(check.directory for check in shared))
+    shared = history.failing_directory_checks
+    return HealthVerdict("healthy", _sentence(shared), unusable_directories=tuple(check.directory for check in shared))
 
 
 def after_checks(
@@ -103,31 +106,35 @@ def after_checks(
         for result in results
         if result.outcome != "skipped"
     )
-    was_failing = bool(history.failing)
+    was_failing = bool(history.failing_node_checks)
     history = replace(history, checks=checks)
-    if not history.failing:
+    if not history.failing_node_checks:
         until = history.quarantined_until
         if history.fit_since_boot and was_failing:
-            until = max(until, now + rules.cooloff(history.streak))
+            until = max(until, now + rules.streak_cooloff_s(history.streak))
         return _reset_old_streak(replace(history, fit_since_boot=True, quarantined_until=until), now, rules)
     if not history.fit_since_boot:  # it has no jobs yet: fit as soon as every check passes
         return history
     if was_failing:
-        return _quarantine(history, max(1, history.streak), "after a failure", _sentence(history.failing), now, rules)
+        return _quarantine(
+            history, max(1, history.streak), "after a failure", _sentence(history.failing_node_checks), now, rules
+        )
     history = _reset_old_streak(history, now, rules)
-    return _quarantine(history, history.streak + 1, "after a failure", _sentence(history.failing), now, rules)
+    return _quarantine(
+        history, history.streak + 1, "after a failure", _sentence(history.failing_node_checks), now, rules
+    )
 
 
 def after_job_failure(history: HealthHistory, why: str, now: float, rules: HealthRules) -> HealthHistory:
     """A job failed or hung, and this node was among the root causes."""
     history = _reset_old_streak(history, now, rules)
-    failures = (*(at for at in history.job_failures if now - at < rules.job_failure_window_s), now)
+    failures = (*(at for at in history.job_failure_times if now - at < rules.job_failure_window_s), now)
     if len(failures) < rules.strikes:
-        return replace(history, job_failures=failures, last_failure_at=now)
+        return replace(history, job_failure_times=failures, last_failure_at=now)
     times = f"{len(failures)} times" if len(failures) > 1 else "once"
     cause = f"as root cause {times} within {rules.job_failure_window_s / 60:.0f} minutes"
     return _quarantine(
-        replace(history, job_failures=()),
+        replace(history, job_failure_times=()),
         history.streak + 1,
         cause,
         f"last: {shortened(why, _MAX_REASON_CHARS)}",
@@ -139,7 +146,7 @@ def after_job_failure(history: HealthHistory, why: str, now: float, rules: Healt
 def _quarantine(
     history: HealthHistory, streak: int, cause: str, details: str, now: float, rules: HealthRules
 ) -> HealthHistory:
-    seconds = rules.cooloff(streak)
+    seconds = rules.streak_cooloff_s(streak)
     which = "the first time" if streak == 1 else f"time {streak} in a row"
     return replace(
         history,
@@ -152,7 +159,9 @@ def _quarantine(
 
 def after_reboot(history: HealthHistory) -> HealthHistory:
     """The streak stays; a cool-off ends, since a reboot repairs most faults."""
-    return replace(history, checks=(), fit_since_boot=False, quarantined_until=float("-inf"), job_failures=(), why="")
+    return replace(
+        history, checks=(), fit_since_boot=False, quarantined_until=float("-inf"), job_failure_times=(), why=""
+    )
 
 
 def _check_history(before: CheckHistory | None, result: CheckResult, fit: bool, rules: HealthRules) -> CheckHistory:
@@ -164,7 +173,7 @@ def _check_history(before: CheckHistory | None, result: CheckResult, fit: bool, 
 
 def _reset_old_streak(history: HealthHistory, now: float, rules: HealthRules) -> HealthHistory:
     return (
-        replace(history, streak=0, job_failures=())
+        replace(history, streak=0, job_failure_times=())
         if now - history.last_failure_at >= rules.streak_reset_s
         else history
     )

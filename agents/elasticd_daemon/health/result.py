@@ -7,9 +7,9 @@ from typing import Literal
 
 from elasticd_agent.model.codec import Record
 
-EVERY_JOB = "/"
+EVERY_JOBS_DIRECTORY = "/"
 """The directory that every job's own are below."""
-Outcome = Literal["passed", "failed", "skipped"]
+CheckOutcome = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class GpuUsage(Record):
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     check: str
-    outcome: Outcome
+    outcome: CheckOutcome
     why: str
     seconds: float = 0.0
     certain: bool = False  #: it reports an event in the past: it counts at once, even if the next check passes
@@ -38,11 +38,11 @@ def failed(check: str, why: str, seconds: float = 0.0) -> CheckResult:
     return CheckResult(check, "failed", why, seconds)
 
 
-def full(check: str, why: str) -> CheckResult:
+def directory_full(check: str, why: str) -> CheckResult:
     """The failure of a full directory where the agent keeps files of every job: users can fill it, so no running job
     is moved.
     """
-    return CheckResult(check, "failed", why, directory=EVERY_JOB)
+    return CheckResult(check, "failed", why, directory=EVERY_JOBS_DIRECTORY)
 
 
 def passed(check: str, why: str, seconds: float = 0.0) -> CheckResult:

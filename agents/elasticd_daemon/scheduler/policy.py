@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges, with_reason
-from elasticd_daemon.config.job_file import shared_directories
-from elasticd_daemon.health.result import EVERY_JOB
+from elasticd_daemon.config.job_file import job_directories
+from elasticd_daemon.health.result import EVERY_JOBS_DIRECTORY
 from elasticd_daemon.records import ClusterView, Cordon, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
 BEHIND_OTHERS = "pending behind other jobs"
@@ -427,7 +427,7 @@ def _unusable_directory(job: _Job, node: _Node) -> str:
     """A shared directory that the job uses and the node cannot; "" if there is none."""
     if not node.status.unusable:
         return ""
-    used = shared_directories(job.submission.spec)
+    used = job_directories(job.submission.spec)
     return next(
         (directory for directory in node.status.unusable if any(path.is_relative_to(directory) for path in used)), ""
     )
@@ -478,7 +478,7 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
         elif missing := _missing_labels(job, node):
             obstacles.append(f"{name} has no label {listing(missing)}")
         elif directory := _unusable_directory(job, node):
-            cannot = "start a job" if directory == EVERY_JOB else f"use {directory}"
+            cannot = "start a job" if directory == EVERY_JOBS_DIRECTORY else f"use {directory}"
             obstacles.append(with_reason(f"{name} cannot {cannot}", node.status.why))
         elif free and slots >= job.submission.min_slots:
             obstacles.append(f"{name} has {len(node.free_slots)} of {slots} free")

@@ -13,7 +13,7 @@ import pytest
 
 from elasticd_agent.system.processes import procfs
 from elasticd_daemon.health import directories
-from elasticd_daemon.health.result import EVERY_JOB
+from elasticd_daemon.health.result import EVERY_JOBS_DIRECTORY
 from tests.daemon.health.conftest import Node, until
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -103,7 +103,7 @@ def test_full_state_directory_concerns_new_jobs_only(node: Node, tmpfs: Path) ->
         (tmpfs / "jobs" / job / "logs" / "out").write_bytes(b"x" * (size << 10))
     os.chown(tmpfs / "jobs" / "two.7", 1234, -1)
     found = node.with_settings(state_dir=tmpfs).with_health(disk_free_min_bytes=512 << 10).run()[f"disk {tmpfs}"]
-    assert (found.outcome, found.directory) == ("failed", EVERY_JOB)
+    assert (found.outcome, found.directory) == ("failed", EVERY_JOBS_DIRECTORY)
     assert found.why.endswith("less than 512 KiB; most of it, 200 KiB, has job two.7 of uid 1234")
 
 

@@ -11,7 +11,7 @@ from elasticd_agent.system.network import kubernetes
 from elasticd_daemon.config.agent_settings import HealthSettings, NodeSettings
 from elasticd_daemon.health import monitor
 from elasticd_daemon.health.checks import NodeChecks
-from elasticd_daemon.health.kubernetes_node import CHECK, CONDITION, KubernetesNode, wanted_status
+from elasticd_daemon.health.kubernetes_node import CHECK_NAME, CONDITION_TYPE, KubernetesNode, wanted_condition_status
 from elasticd_daemon.health.monitor import HealthMonitor
 from elasticd_daemon.health.persistence import HealthFile
 from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
@@ -19,7 +19,7 @@ from tests.daemon.health.conftest import until
 from tests.daemon.kubernetes_api import Api, serving
 
 HEALTHY = HealthVerdict("healthy")
-XID = HealthVerdict("unhealthy", "gpu xid: 79", failing=("gpu xid",))
+XID = HealthVerdict("unhealthy", "gpu xid: 79", failing_checks=("gpu xid",))
 REPORT, READ = HealthSettings(kubernetes="report"), HealthSettings(kubernetes="read")
 
 
@@ -100,9 +100,9 @@ def test_another_reason_is_no_transition(api: Api) -> None:
     node = KubernetesNode("gpu-7")
     for why in ("gpu xid: 79", "gpu ecc: 2 errors"):
         node.check(REPORT)
-        node.report(REPORT, HealthVerdict("unhealthy", why, failing=("gpu",)))
+        node.report(REPORT, HealthVerdict("unhealthy", why, failing_checks=("gpu",)))
     assert ["lastTransitionTime" in patch["status"]["conditions"][0] for patch in api.patches] == [True, False]
-    assert api.condition(CONDITION)["message"] == "gpu ecc: 2 errors"
+    assert api.condition(CONDITION_TYPE)["message"] == "gpu ecc: 2 errors"
 
 
 def test_nothing_is_written_where_it_is_only_read(api: Api) -> None:
@@ -123,7 +123,7 @@ def test_condition_that_may_not_be_written_is_reported_once(api: Api, caplog: py
 
 
 QUARANTINED = HealthVerdict("quarantined", "quarantined for 60 s after a failure", 60.0)
-OF_OTHERS = HealthVerdict("unhealthy", "kubernetes: GpuMemWatch", failing=(CHECK,))
+OF_OTHERS = HealthVerdict("unhealthy", "kubernetes: GpuMemWatch", failing_checks=(CHECK_NAME,))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ OF_OTHERS = HealthVerdict("unhealthy", "kubernetes: GpuMemWatch", failing=(CHECK
     [
         (HEALTHY, "quarantined", "True", "False"),
         (XID, "healthy", "False", "True"),
-        (HealthVerdict("unhealthy", "both", failing=(CHECK, "gpu ecc")), "healthy", "False", "True"),
+        (HealthVerdict("unhealthy", "both", failing_checks=(CHECK_NAME, "gpu ecc")), "healthy", "False", "True"),
         (OF_OTHERS, "healthy", "False", None),
         (QUARANTINED, "unhealthy", "False", None),  # after a failure of others: no echo
         (QUARANTINED, "unhealthy", "True", "True"),  # after one of our own
@@ -143,7 +143,7 @@ OF_OTHERS = HealthVerdict("unhealthy", "kubernetes: GpuMemWatch", failing=(CHECK
 def test_condition_has_what_elasticd_found_itself(
     verdict: HealthVerdict, before: str, present: str, status: str | None
 ) -> None:
-    assert wanted_status(verdict, before, present) == status
+    assert wanted_condition_status(verdict, before, present) == status
 
 
 def test_health_follows_the_node_and_reports_failures_of_jobs(
@@ -162,7 +162,7 @@ def test_health_follows_the_node_and_reports_failures_of_jobs(
     posted = [watched.current()]
     try:
         watched.start(posted.append)
-        until(lambda: api.condition(CONDITION).get("status") == "False", "a healthy node")
+        until(lambda: api.condition(CONDITION_TYPE).get("status") == "False", "a healthy node")
         api.set("GpuMemWatch", "True", "ECC on GPU 3")
         until(lambda: posted[-1].why == "kubernetes: GpuMemWatch: ECC on GPU 3", "the others' condition")
         assert posted[-1].state == "unhealthy"
@@ -172,8 +172,8 @@ def test_health_follows_the_node_and_reports_failures_of_jobs(
         watched.record_job_failure("rank 3 is hung in an all-reduce")
         until(lambda: len(api.patches) > 1, "our condition")
         ours = api.patches[1]["status"]["conditions"][0]
-        assert (ours["type"], ours["status"]) == (CONDITION, "True")
+        assert (ours["type"], ours["status"]) == (CONDITION_TYPE, "True")
         assert "rank 3 is hung in an all-reduce" in ours["message"]
-        until(lambda: api.condition(CONDITION)["status"] == "False", "its end")
+        until(lambda: api.condition(CONDITION_TYPE)["status"] == "False", "its end")
     finally:
         watched.close()

@@ -172,7 +172,7 @@ def test_failure_cool_off_and_its_end_are_posted_once(opened: Opened, looks: Scr
     assert states(inbox, 1) == ["unhealthy"]
     looks.finds = [passed("a", "")]
     cooling = inbox.get(timeout=PATIENCE_S)
-    assert (cooling.state, cooling.left_s) == ("quarantined", pytest.approx(0.3))
+    assert (cooling.state, cooling.quarantine_left_s) == ("quarantined", pytest.approx(0.3))
     assert states(inbox, 1) == ["healthy"]
     assert inbox.empty()
 
@@ -242,7 +242,7 @@ def test_restarted_agent_keeps_the_history(opened: Opened, looks: ScriptedCheckS
     third = opened(rules=rules)
     ok, why = verdict(third)
     assert (ok, "root cause 2 times" in why) == (False, True)
-    assert 2900 < third.current().left_s <= 3000
+    assert 2900 < third.current().quarantine_left_s <= 3000
     third.close()
     looks.hangs = False
     fourth = opened(rules=rules, boot="another", all_reduce=True)
@@ -308,7 +308,7 @@ def test_stopped_agent_is_not_unhealthy(
     health = opened()
     assert states(inbox, 1) == ["healthy"]
     monkeypatch.setattr(monitor, "OVERDUE_S", 0.2)
-    monkeypatch.setattr(monitor, "ATTENTIVE_S", 0.4)
+    monkeypatch.setattr(monitor, "MAX_QUERY_GAP_S", 0.4)
     looks.hangs = True
     time.sleep(0.6)  # as long as a stopped process asks nothing
     assert verdict(health)[0]

@@ -65,5 +65,5 @@ def test_a_single_flap_costs_no_node() -> None:
 
 def test_ports_are_read_in_a_process_of_their_own(node: Node) -> None:
     """And remembered for the next run: here, that there is none."""
-    assert node.run()[network_ports.CHECK].outcome in ("passed", "skipped")
+    assert node.run()[network_ports.CHECK_NAME].outcome in ("passed", "skipped")
     assert policy.HealthRules().strikes > 1

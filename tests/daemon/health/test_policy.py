@@ -92,19 +92,21 @@ def test_cool_off_doubles_up_to_a_bound_and_resets() -> None:
         past, now = through(past, "bbg", at=now)
         found = health_verdict(past, now)
         assert found.state == "quarantined"
-        lefts.append(round(found.left_s))
+        lefts.append(round(found.quarantine_left_s))
         now = past.quarantined_until + 1
         assert kind(past, now) == "healthy"
     assert lefts == [60, 120, 240, 480, 600, 600, 600]
     past, now = through(past, "bbg", at=now + RULES.streak_reset_s)
     found = health_verdict(past, now)
     assert found.state == "quarantined"
-    assert found.left_s == 60
+    assert found.quarantine_left_s == 60
 
 
 def test_reason_during_and_after_a_failure() -> None:
     past = after_checks(JOINED, [CheckResult("gpu xid", "failed", "GPU 3 had XID 79", certain=True)], 0.0, RULES)
-    assert health_verdict(past, 0.0) == HealthVerdict("unhealthy", "gpu xid: GPU 3 had XID 79", failing=("gpu xid",))
+    assert health_verdict(past, 0.0) == HealthVerdict(
+        "unhealthy", "gpu xid: GPU 3 had XID 79", failing_checks=("gpu xid",)
+    )
     past = after_checks(past, [], 30.0, RULES)
     found = health_verdict(past, 30.0)
     assert found == HealthVerdict(
@@ -117,7 +119,9 @@ def test_failing_shared_directory_leaves_the_node_healthy() -> None:
     past = HealthHistory()
     for at in range(3):
         past = after_checks(past, [full, passed("a", "")], float(at), RULES)
-        assert health_verdict(past, at) == HealthVerdict("healthy", "disk /shared: full", unusable=("/shared",))
+        assert health_verdict(past, at) == HealthVerdict(
+            "healthy", "disk /shared: full", unusable_directories=("/shared",)
+        )
     past = after_checks(past, [passed("disk /shared", ""), passed("a", "")], 10.0, RULES)
     assert health_verdict(past, 10.0) == HealthVerdict("healthy"), "no cool-off"
 
@@ -186,9 +190,9 @@ def test_any_history(history: list[tuple[float, list[CheckResult] | str]], strik
         found = health_verdict(past, now)
         assert past.streak <= before.streak + 1
         assert all(len(row.recent_failures) <= 2 * strikes for row in past.checks)
-        assert len(past.job_failures) < max(strikes, 1)
+        assert len(past.job_failure_times) < max(strikes, 1)
         if found.state == "quarantined":
-            assert 0 < found.left_s <= rules.cooloff_max_s
+            assert 0 < found.quarantine_left_s <= rules.cooloff_max_s
         if found.state == "unhealthy" and past.fit_since_boot:
             assert isinstance(what, str) or any(reading.outcome == "failed" for reading in what)
     # Left alone, it is taken again within the longest cool-off.
@@ -204,5 +208,5 @@ def test_failing_directories_are_apart_from_what_fails_of_the_node() -> None:
         CheckResult("gpu xid", "failed", "XID 79", certain=True),
     ]
     history = after_checks(after_checks(HealthHistory(), results, 0.0, RULES), results, 1.0, RULES)
-    assert [check.directory for check in history.failing_directories] == ["/shared"]
-    assert len(history.failing) == 1
+    assert [check.directory for check in history.failing_directory_checks] == ["/shared"]
+    assert len(history.failing_node_checks) == 1

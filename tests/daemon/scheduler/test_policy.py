@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elasticd_agent.model.phrases import MAX_ITEMS
 from elasticd_daemon.config.job_file import JobFile, to_json
-from elasticd_daemon.health.result import EVERY_JOB
+from elasticd_daemon.health.result import EVERY_JOBS_DIRECTORY
 from elasticd_daemon.records import (
     ClusterView,
     Cordon,
@@ -562,7 +562,7 @@ def test_bad_shared_directory_blocks_new_jobs_that_use_it() -> None:
     assert live(view)["c"].assignments, "it uses another directory"
     assert "n1 cannot use /checkpoints: disk /checkpoints: full" in words(view, "b")
     assert live(after(replace(view, nodes=(NodeStatus("n1", "i", 4),))))["b"].assignments
-    everywhere = NodeStatus("n1", "i", 4, why="disk /var/lib/elasticd: full", unusable=(EVERY_JOB,))
+    everywhere = NodeStatus("n1", "i", 4, why="disk /var/lib/elasticd: full", unusable=(EVERY_JOBS_DIRECTORY,))
     view = after(replace(view, nodes=(everywhere,), submissions=(*view.submissions, job("d", 4, "/any", "/where"))))
     assert live(view)["a"] == running, "a user who fills the disk stops no other user's job"
     for waits in "bd":
