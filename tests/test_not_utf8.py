@@ -71,7 +71,7 @@ def test_process_is_known_whatever_its_name() -> None:
     with ours, theirs:
         comm.write_bytes(b"caf\xe9 ) R 1")
         try:
-            assert peer.runs(ours)
+            assert peer.is_running(ours)
         finally:
             comm.write_bytes(before.rstrip(b"\n"))
 
@@ -81,8 +81,8 @@ def test_control_group_is_found_whatever_its_name(tmp_path: Path, monkeypatch: p
     group.mkdir(parents=True)
     own = tmp_path / "cgroup"
     own.write_bytes(b"0::/caf\xe9/elasticd-agent\n")
-    monkeypatch.setattr(memory_limit, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory_limit, "_OWN_GROUPS", own)
+    monkeypatch.setattr(memory_limit, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(memory_limit, "_OWN_CGROUPS_FILE", own)
     (group / "memory.events").write_text("oom_kill 3\n")
     assert memory_limit.oom_kills() == 3
     (tmp_path / "7").mkdir()

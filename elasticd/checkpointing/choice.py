@@ -18,7 +18,7 @@ from elasticd.checkpointing.at_fault import step_files
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.held_states import HeldState, ShardsInMemory, find_alike
-from elasticd.checkpointing.memory.shard_server import Server
+from elasticd.checkpointing.memory.shard_server import ServerAddress
 from elasticd.checkpointing.state.layout import load_mapped
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage import retention
@@ -60,7 +60,7 @@ class Choice:
     ranks: list[int] = field(default_factory=list)  #: those that hold it in their process
     files: dict[str, list[int]] = field(default_factory=dict)
     """The nodes that hold each file of a sharded state in memory."""
-    servers: dict[int, Server] = field(default_factory=dict)
+    servers: dict[int, ServerAddress] = field(default_factory=dict)
     """The address at which each node is read, for a sharded state in memory."""
     copied: list[str] = field(default_factory=list)
     """The files of a sharded state in memory of which there is only a copy, since their node is lost."""
@@ -134,7 +134,7 @@ class OpenState:
     def load(self) -> StateDict:
         """The content of state.pt. Raises CheckpointCorrupt, CheckpointError, OSError."""
         if self.shards is not None and self.fd < 0:
-            self.fd = self.shards.copy(STATE)
+            self.fd = self.shards.copy_to_file(STATE)
         if self.content is None:
             self.content = load_mapped(self.fd)
         return self.content
@@ -156,7 +156,7 @@ class Chooser:
         self._context, self._directory, self._step, self._opened = context, directory, step, opened
         self.states: list[HeldState] = []
         """The states in processes and in the memory of all nodes, newest first."""
-        self.servers: dict[int, Server] = {}
+        self.servers: dict[int, ServerAddress] = {}
         self._candidates: list[Entry] = []
         """Checkpoints that may be loaded and have not been tried yet."""
         self._skipped = 0
@@ -176,7 +176,7 @@ class Chooser:
         self._candidates = on_disk
         choice = self._next_on_disk()
         if torn is not None and (choice.step if choice else 0) < (step := torn.snapshot.draft.step):
-            self.report(f"step {step} was in memory, but {', '.join(torn.missing)} is lost with its node", step)
+            self.report(f"step {step} was in memory, but {', '.join(torn.missing_files)} is lost with its node", step)
         return choice
 
     @property
@@ -187,7 +187,7 @@ class Chooser:
     @property
     def torn(self) -> HeldState | None:
         """The newest state, where files of it are missing."""
-        return next((state for state in self.states[:1] if state.missing), None)
+        return next((state for state in self.states[:1] if state.missing_files), None)
 
     def reject_held(self, choice: Choice, why: str, below: int = 0) -> None:
         """No state in processes or in memory from step `below` on is of use any more."""
@@ -224,7 +224,9 @@ class Chooser:
     def _whole(self) -> list[HeldState]:
         """States of which the nodes hold all files, without those that an earlier round has refused."""
         refused = step_files.refused_states()
-        return [state for state in self.states if not state.missing and state.snapshot.saved not in refused]
+        return [
+            state for state in self.states if not state.missing_files and state.snapshot.original_key not in refused
+        ]
 
     def _held(self, state: HeldState, step_on_disk: int) -> Choice:
         snapshot = state.snapshot
@@ -240,9 +242,9 @@ class Chooser:
             number=snapshot.number,
             key=snapshot.key,
             ranks=state.ranks,
-            files=state.nodes,
-            servers=self.servers if state.nodes else {},
-            copied=state.copied,
+            files=state.holders,
+            servers=self.servers if state.holders else {},
+            copied=state.copy_only_files,
             has_alike=find_alike(others, draft) is not None,
             step_on_disk=step_on_disk,
         )

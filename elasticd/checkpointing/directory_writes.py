@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elasticd.checkpointing.context import SaveContext
-from elasticd.checkpointing.memory.buffers import KILLED
+from elasticd.checkpointing.memory.buffers import WRITER_KILLED_REASON
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import Staging
@@ -97,9 +97,9 @@ class DirectoryWrites:
             return
         number, step = self._expected
         with contextlib.suppress(OSError, SnapshotRefused):
-            if all(snapshot.saved != (context.round, number) for snapshot in context.writer.find_all()):
+            if all(snapshot.original_key != (context.round, number) for snapshot in context.writer.find_all()):
                 self._expected = None
-                context.warn_failed(step, KILLED)
+                context.warn_failed(step, WRITER_KILLED_REASON)
 
     def wait(self) -> bool:
         """Wait, on rank 0, until the writer has finished with the last save; True if it is on the disk."""
@@ -110,14 +110,14 @@ class DirectoryWrites:
         before = context.heartbeat.current_phase
         context.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
-            result = context.writer.wait(context.round, self._expected[0], context.channel.timeout_s)
+            result = context.writer.wait_for_result(context.round, self._expected[0], context.channel.timeout_s)
         except (OSError, SnapshotRefused) as error:
             result = {"saved": False, "why": f"the writer does not answer: {error}"}
         finally:
             context.heartbeat.set_phase(before)
         if not result["saved"]:
             logger.warning("a checkpoint failed: %s", result["why"])
-            if result["why"] == KILLED:
+            if result["why"] == WRITER_KILLED_REASON:
                 self.report_lost()
         self._expected = None
         return bool(result["saved"])

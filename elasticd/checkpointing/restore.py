@@ -50,7 +50,7 @@ from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory import held_states
 from elasticd.checkpointing.memory.buffers import Snapshot, donor_of
 from elasticd.checkpointing.memory.held_states import ShardsInMemory
-from elasticd.checkpointing.memory.writer_client import LOST_PART_S, SnapshotRefused
+from elasticd.checkpointing.memory.writer_client import LOST_PART_WAIT_S, SnapshotRefused
 from elasticd.checkpointing.process_state import ProcessState
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state import in_place, shard_plan, sharded, training_state
@@ -192,8 +192,10 @@ class Restore:
         may_wait = self._saver.shards(self._attached) is not None
         word = {**self._find_held(), **self._process.to_message()}
         held = self._context.channel.gather_on_rank0("held", json.dumps(word).encode(), "what its node has in memory")
-        in_memory, self._chooser.servers = held_states.parse(held)
-        self._chooser.states = sorted(held_commit.decode_held_states(held) + in_memory, key=held_states.age)
+        in_memory, self._chooser.servers = held_states.merge_messages(held)
+        self._chooser.states = sorted(
+            held_commit.decode_held_states(held) + in_memory, key=held_states.newest_first_key
+        )
         attempt = 0
         choice = self._choose_once(attempt, may_wait)
         while choice is not None and not self._can_use(choice, attempt):
@@ -215,7 +217,7 @@ class Restore:
         self._held += [
             snapshot for snapshot in snapshots if (snapshot.draft.job, snapshot.draft.run) == (who.job, who.run)
         ]
-        return held_states.report(self._held, writer, who)
+        return held_states.node_message(self._held, writer, who)
 
     def _choose_once(self, attempt: int, may_wait: bool) -> Choice | None:
         """Rank 0's choice, on every rank. `may_wait`: a sharded state that is being written may be the newest one."""
@@ -240,7 +242,7 @@ class Restore:
         def settle() -> None:
             if writer is not None and writer.share == 0:
                 with contextlib.suppress(OSError, SnapshotRefused):
-                    writer.settle(True, channel.timeout_s, LOST_PART_S)
+                    writer.are_shards_pending(True, channel.timeout_s, LOST_PART_WAIT_S)
 
         if rank != 0:
             settle()
@@ -286,7 +288,7 @@ class Restore:
         context = self._context
         shards = ShardsInMemory(choice.key, choice.files, choice.servers, context.writer, context.environment)
         self.opened.shards = shards
-        own = shards.check() if context.environment.local_rank == 0 else ""
+        own = shards.check_readable() if context.environment.local_rank == 0 else ""
         what = f"whether it can read {choice.name} in memory"
         return self._agree_on_use(
             f"verified/{attempt}", what, own, functools.partial(self._chooser.reject_held, choice)
@@ -511,7 +513,7 @@ class Restore:
         if writer is None or writer.share != 0:
             return
         if choice.copied:
-            writer.settle(False, parts_s=0.0)
+            writer.are_shards_pending(False, parts_s=0.0)
         ours = next((snapshot for snapshot in self._held if snapshot.key == choice.key), None)
         if ours is not None and choice.key[0] != context.round:
             # How many are kept the script says after `restore()`.

@@ -112,8 +112,8 @@ class Saver:
         opened = context.channel.on_rank0(f"directory/{self._opens}", what, lambda: {"round": self._open_first(path)})
         context.round, context.directory = opened["round"], path
         if context.writer is not None:
-            context.writer.at_end = context.task_at_end
-            context.writer.on_successor = self._writes.report_lost
+            context.writer.make_task_at_end = context.task_at_end
+            context.writer.before_successor = self._writes.report_lost
         return path
 
     def _open_first(self, path: Path) -> int:

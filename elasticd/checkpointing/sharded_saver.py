@@ -36,8 +36,8 @@ from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.memory import held_states, state_files
 from elasticd.checkpointing.memory.buffers import WriteTask
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
-from elasticd.checkpointing.memory.shard_server import Server
-from elasticd.checkpointing.memory.writer_client import LOST_PART_S, SnapshotRefused, WriterClient
+from elasticd.checkpointing.memory.shard_server import ServerAddress
+from elasticd.checkpointing.memory.writer_client import LOST_PART_WAIT_S, SnapshotRefused, WriterClient
 from elasticd.checkpointing.state import shard_plan, sharded
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
@@ -120,7 +120,7 @@ class ShardedSaver:
             if unable:
                 return {"event": "checkpoint_failed", "why": unable}
             # A part that no node is writing and that has not come is lost: with its node's writer, during the copy.
-            if self.is_busy(wait, None if others_write else LOST_PART_S):
+            if self.is_busy(wait, None if others_write else LOST_PART_WAIT_S):
                 return {"event": "checkpoint_dropped", "why": _BUSY}
             check_cursor(draft)
             if is_new:
@@ -158,14 +158,14 @@ class ShardedSaver:
         writer, timeout_s, has_ended = self._context.writer, self._context.channel.timeout_s, True
         if writer is not None and writer.share == 0 and self._context.group.rank != 0:
             try:
-                writer.settle(True, timeout_s / 2)
+                writer.are_shards_pending(True, timeout_s / 2)
             except TimeoutError:
                 has_ended = False
             except (OSError, SnapshotRefused):
                 pass  # there is no writer any more
         what = "whether its node has written its part"
         if self._agree("settled", what, has_ended, lambda every: {"all": all(every)})["all"]:
-            self.is_busy(False, None if self._context.group.rank else LOST_PART_S)
+            self.is_busy(False, None if self._context.group.rank else LOST_PART_WAIT_S)
 
     def _make_plan(self, state: StateDict) -> None:
         """Have all ranks plan together, without a garbage collection in between, which would make one of them late."""
@@ -191,7 +191,7 @@ class ShardedSaver:
         """
         writer, timeout_s = self._context.writer, self._context.channel.timeout_s
         try:
-            return writer is not None and writer.share == 0 and writer.settle(wait, timeout_s, parts_s)
+            return writer is not None and writer.share == 0 and writer.are_shards_pending(wait, timeout_s, parts_s)
         except (OSError, SnapshotRefused):
             return False
 
@@ -220,11 +220,11 @@ class ShardedSaver:
                 if name != shard_name(context.group.rank):  # its size differs from save to save
                     shard_plan.write_pieces(fd, offset, content)
                     continue
-                buffer = self._mapped.begin(fd)
+                buffer = self._mapped.begin_copy(fd)
                 for piece in content:
                     buffer.write(offset, piece)
                     offset += len(piece)
-                buffer.end()
+                buffer.end_copy()
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -235,7 +235,7 @@ class ShardedSaver:
             return own if node == 0 else replace(own, events="")
 
         assert context.writer is not None
-        context.writer.copied(draft, context.saves, context.writer.share, task, files, self._partner())
+        context.writer.report_copied(draft, context.saves, context.writer.share, task, files, self._partner())
         self._writes.expect(draft.step)
         return None
 
@@ -252,9 +252,9 @@ class ShardedSaver:
         context, who = self._context, self._context.environment
         if context.writer is None or not self._keeps_copies(context.writer):
             return
-        server: Server | None = None
+        server: ServerAddress | None = None
         try:
-            server = held_states.serve(context.writer)
+            server = held_states.serve_shards(context.writer)
         except (OSError, SnapshotRefused) as error:
             if not self._is_unserved:
                 reason = f"no node keeps a copy of this node's part of the state: {error}"
@@ -292,7 +292,7 @@ class ShardedSaver:
             end += len(plan.metadata) + layout.bytes
         try:
             shares = (writer.share, writer.shares)
-            fd, _ = writer.begin(replace(draft, bytes=end), self._context.saves, *shares, digest="", copies=1)
+            fd, _ = writer.borrow_buffer(replace(draft, bytes=end), self._context.saves, *shares, digest="", copies=1)
         except (OSError, SnapshotRefused) as error:
             return -1, {}, str(error)
         return fd, files, ""
@@ -329,7 +329,7 @@ class ShardedSaver:
             context.channel.on_rank0(key, what, lambda: {"folder": str(staging.path)})
             own = json.dumps(state_files.write_part(staging.path, contents)).encode()
             every = [json.loads(part) for part in context.channel.gather_on_rank0(key, own, what)]
-            return state_files.merge({f"rank {rank}: ": part for rank, part in enumerate(every)})
+            return state_files.merge_parts({f"rank {rank}: ": part for rank, part in enumerate(every)})
 
         saved = self._writes.write_now(draft, fill, why, start, token)
         if not opened:

@@ -24,7 +24,7 @@ from elasticd.checkpointing.choice import Choice, OpenState
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory import held_states, transfer
 from elasticd.checkpointing.memory.buffers import Snapshot
-from elasticd.checkpointing.memory.transfer import Answer, SendingPlan
+from elasticd.checkpointing.memory.transfer import ReadAnswer, SendingPlan
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
 from elasticd.checkpointing.storage.atomic_write import write_at
 from elasticd.checkpointing.storage.lineage import Entry, lineage, open_verified
@@ -48,11 +48,11 @@ class StateOpener:
         group, writer = context.group, context.writer
         if group.world_size == 1 and opened.fd >= 0:
             return
-        answer: Answer = {
+        answer: ReadAnswer = {
             "host": socket.gethostname(),
             "error": "" if opened.fd >= 0 else self.open_here(choice),
             "first": writer is None or writer.share == 0,
-            "pieces": held_states.checksums(choice.manifest, self._held, writer) if choice.has_alike else [],
+            "pieces": held_states.piece_checksums(choice.manifest, self._held, writer) if choice.has_alike else [],
         }
         plan = context.agree(
             f"read{suffix}",
@@ -69,9 +69,9 @@ class StateOpener:
             if receives:
                 opened.fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
             write = functools.partial(write_at, opened.fd) if receives else None
-            transfer.broadcast(opened.fd, plan["sender"], [(0, choice.manifest.bytes)], group, write)
+            transfer.broadcast_spans(opened.fd, plan["sender"], [(0, choice.manifest.bytes)], group, write)
 
-    def _plan(self, choice: Choice, answers: list[Answer]) -> SendingPlan:
+    def _plan(self, choice: Choice, answers: list[ReadAnswer]) -> SendingPlan:
         """Rank 0: who sends the state, and to whom: all ranks of a host where one cannot read it."""
         plan = transfer.plan_sending(choice.name, answers, choice.manifest.bytes)
         if plan["receivers"] and not choice.in_memory:
@@ -93,7 +93,7 @@ class StateOpener:
         def begin(writer: WriterClient) -> int:
             with contextlib.suppress(OSError, SnapshotRefused):
                 alike = held_states.find_alike(self._held, draft) if plan["patched"] else None
-                return writer.begin(draft, choice.number, 0, 1, "", like=alike.key if alike else None)[0]
+                return writer.borrow_buffer(draft, choice.number, 0, 1, "", like=alike.key if alike else None)[0]
             return -1
 
         def write(offset: int, data: memoryview) -> None:
@@ -105,7 +105,9 @@ class StateOpener:
         fills = receives and writer is not None and writer.share == 0
         if fills and writer is not None and not plan["patched"]:
             buffer = begin(writer)
-        transfer.broadcast(self._opened.fd, plan["sender"], plan["spans"], context.group, write if fills else None)
+        transfer.broadcast_spans(
+            self._opened.fd, plan["sender"], plan["spans"], context.group, write if fills else None
+        )
         if fills and writer is not None and plan["patched"]:
             buffer = begin(writer)
         if buffer >= 0 and writer is not None:
@@ -113,7 +115,7 @@ class StateOpener:
                 write_at(buffer, offset, memoryview(data))
             os.close(buffer)
             with contextlib.suppress(OSError, SnapshotRefused):
-                writer.copied(draft, choice.number, 0)
+                writer.report_copied(draft, choice.number, 0)
                 self._held[:] = writer.find_all()
         context.agree(f"sent{suffix}", "whether it has received the state", None, lambda _: {})
         error = self.open_here(choice) if receives else ""
@@ -130,7 +132,7 @@ class StateOpener:
             if choice.in_memory:
                 if self._context.writer is None:
                     return "no copy in memory"
-                self._opened.fd, _, _ = self._context.writer.open(choice.key)
+                self._opened.fd, _, _ = self._context.writer.open_buffer(choice.key)
                 return ""
             if store_of(self._directory) is not None:  # on each rank: a damaged copy is made again while others read
                 return self._open_verified(choice.placed(self._directory))

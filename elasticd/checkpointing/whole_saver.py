@@ -95,7 +95,7 @@ class WholeSaver:
             self._send_own(own)
             return draft, layout.copy_own
         writer = context.writer
-        if writer is None or writer.first_node:
+        if writer is None or writer.is_first_node:
             return draft, layout.copy_own
         if layout.own_bytes > MOST_SENT_BYTES:
             self._keeps_copies = False
@@ -130,7 +130,7 @@ class WholeSaver:
             return context.task(why, time.monotonic() - start)
 
         try:
-            context.writer.copy(draft, context.saves, layout, copy_own, task if context.group.rank == 0 else None)
+            context.writer.copy_share(draft, context.saves, layout, copy_own, task if context.group.rank == 0 else None)
         except (OSError, SnapshotRefused) as error:
             refusal = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
             self._writes.report_refusal(refusal, draft.step)

@@ -111,14 +111,16 @@ class Launcher:
         again = "after the fault"
         task = WriteTask(str(directory), handover.keep, "at a fault", again, "", 0, 0.0, token="e")
         number = donated_number(state.draft.step, 0) if handover.at_fault else 1
-        worker = WriterClient(str(self.path), 0, 1, first_node=True, at_end=lambda: task)
-        fd, _ = worker.begin(state.draft, number, 0, 1, "")
+        worker = WriterClient(str(self.path), 0, 1, is_first_node=True, make_task_at_end=lambda: task)
+        fd, _ = worker.borrow_buffer(state.draft, number, 0, 1, "")
         files, at = {}, 0
         for name, content in state.files.items():
             os.pwrite(fd, content, at)
             files[name], at = (at, len(content)), at + len(content)
         is_due = not handover.at_fault
-        worker.copied(state.draft, number, 0, (lambda: task) if is_due else None, files if len(files) > 1 else None)
+        worker.report_copied(
+            state.draft, number, 0, (lambda: task) if is_due else None, files if len(files) > 1 else None
+        )
         worker.close()
         tell(json.dumps(self.flush()))
         os.kill(int.from_bytes(os.read(self._pids[0], 4), "little"), signal.SIGTERM)

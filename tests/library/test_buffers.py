@@ -72,8 +72,8 @@ HEADERS: dict[str, bytes] = {
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_header_that_is_none_of_ours_is_no_state(memory: list[int], header: bytes) -> None:
     two = Buffers(memory[0], memory[1:])
-    two.describe(0, snapshot(7))
-    two.describe(1, snapshot(8))
+    two.write_header(0, snapshot(7))
+    two.write_header(1, snapshot(8))
     assert held(memory) == [7, 8]
     os.pwrite(memory[0], header, MIB)
     assert held(memory) == [7, None]
@@ -81,19 +81,19 @@ def test_header_that_is_none_of_ours_is_no_state(memory: list[int], header: byte
 
 def test_header_is_gone_once_its_buffer_is_filled_again(memory: list[int]) -> None:
     two = Buffers(memory[0], memory[1:])
-    two.describe(0, snapshot(7))
-    two.describe(1, snapshot(8))
-    two.erase(two.newest() or 0)
+    two.write_header(0, snapshot(7))
+    two.write_header(1, snapshot(8))
+    two.erase_header(two.newest_whole() or 0)
     assert held(memory) == [7, None]
-    assert Buffers(memory[0], memory[1:]).newest() == 0
+    assert Buffers(memory[0], memory[1:]).newest_whole() == 0
 
 
 def test_other_buffer_gets_memory_and_keeps_its_size(memory: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_PROVIDED_BYTES", MIB)
+    monkeypatch.setattr(buffers, "_PREALLOCATED_PIECE_BYTES", MIB)
     two = Buffers(memory[0], memory[1:])
     os.posix_fallocate(memory[1], 0, 5 * MIB // 2)
     os.ftruncate(memory[2], MIB)
-    two.provide(0)
+    two.preallocate_others(0)
     found = os.fstat(memory[2])
     assert (found.st_size, found.st_blocks * 512) == (MIB, 5 * MIB // 2)
 
@@ -113,10 +113,10 @@ def wait_until_mapped() -> None:
 
 
 def copy(buffer: MappedBuffer, fd: int, pieces: dict[int, bytes]) -> None:
-    buffer.begin(fd)
+    buffer.begin_copy(fd)
     for offset, data in pieces.items():
         buffer.write(offset, memoryview(bytearray(data)))
-    buffer.end()
+    buffer.end_copy()
     for offset, data in pieces.items():
         assert os.pread(fd, len(data), offset) == data
 
@@ -136,10 +136,10 @@ def test_pieces_of_any_size_are_whole(memory: list[int]) -> None:
     pieces = [b"", b"a", b"b" * 4095, b"c" * MIB, b"d" * 4097]
     buffer, offsets = MappedBuffer(), [1, *(1 + end for end in itertools.accumulate(map(len, pieces)))]
     for turn in range(3):
-        buffer.begin(memory[1])
+        buffer.begin_copy(memory[1])
         for offset, piece in zip(offsets, pieces, strict=False):
             buffer.write(offset, piece if turn % 2 else memoryview(bytearray(piece)))
-        buffer.end()
+        buffer.end_copy()
         assert os.pread(memory[1], 2 * MIB, 0) == b"\0" + b"".join(pieces)
         pieces = [piece.swapcase() for piece in pieces]
         wait_until_mapped()
@@ -154,7 +154,7 @@ def test_file_of_another_size_is_written(memory: list[int], size: int) -> None:
     copy(buffer, memory[1], {0: b"b" * 50, 3 * MIB // 2: b"c" * 50})
     assert not buffer.fits
     buffers = MappedBuffers()
-    first = buffers.begin(memory[1])
-    assert buffers.begin(memory[1]) is first
+    first = buffers.begin_copy(memory[1])
+    assert buffers.begin_copy(memory[1]) is first
     first.fits = False
-    assert buffers.begin(memory[1]) is not first
+    assert buffers.begin_copy(memory[1]) is not first

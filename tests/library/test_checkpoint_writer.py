@@ -20,7 +20,13 @@ import pytest
 import torch
 
 from elasticd.checkpointing.memory import peer, writer_client
-from elasticd.checkpointing.memory.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, WriteTask, donated_number
+from elasticd.checkpointing.memory.buffers import (
+    ANOTHER_SAVES_REASON,
+    PROTOCOL_VERSION,
+    STILL_COPIED_REASON,
+    WriteTask,
+    donated_number,
+)
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
 from elasticd.checkpointing.state.layout import Layout, load_mapped, write_at
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
@@ -69,7 +75,7 @@ class Saves:
     def copy(self, rank: WriterClient, step: int, size: int = SIZE, round: int = 1) -> None:
         layout = self.layout(step, size)
         task = self.task if rank.share == 0 else None
-        rank.copy(self.draft(layout, step, round), self.number, layout, layout.copy_own, task)
+        rank.copy_share(self.draft(layout, step, round), self.number, layout, layout.copy_own, task)
 
     def save(self, step: int, size: int = SIZE, round: int = 1) -> None:
         self.number += 1
@@ -77,17 +83,17 @@ class Saves:
             self.copy(rank, step, size, round)
 
     def wait(self, round: int = 1) -> dict[str, Any]:
-        return self.ranks[0].wait(round, self.number, 60)
+        return self.ranks[0].wait_for_result(round, self.number, 60)
 
     def held(self) -> int:
         """The step of the newest state in memory, 0 for none; every one is verified."""
         for each in self.ranks[0].find_all():
-            fd, _, _ = self.ranks[0].open(each.key)
+            fd, _, _ = self.ranks[0].open_buffer(each.key)
             try:
                 assert_whole(load_mapped(fd), each.draft.step)
             finally:
                 os.close(fd)
-        found = self.ranks[0].find()
+        found = self.ranks[0].find_newest()
         return found.draft.step if found is not None else 0
 
     def on_disk(self) -> list[int]:
@@ -155,7 +161,7 @@ def test_rank_killed_during_its_copy(saves: Saves, dies: int, moment: str) -> No
     assert saves.wait()["saved"]
     saves.number += 1
     layout = saves.layout(2)
-    fd, _ = saves.ranks[dies].begin(saves.draft(layout, 2), saves.number, dies, 2, layout.shared_digest)
+    fd, _ = saves.ranks[dies].borrow_buffer(saves.draft(layout, 2), saves.number, dies, 2, layout.shared_digest)
     if moment == "between copy and report":
         layout.copy_shared(functools.partial(write_at, fd), dies, 2)
         layout.copy_own(fd)
@@ -245,13 +251,13 @@ def test_rank_of_another_version_is_refused(saves: Saves, call: str, monkeypatch
     draft = saves.draft(saves.layout(1), 1)
     calls: dict[str, Callable[[], object]] = {
         "save": lambda: saves.save(2),
-        "find": saves.ranks[0].find,
-        "open": lambda: saves.ranks[0].open((1, 1)),
+        "find": saves.ranks[0].find_newest,
+        "open": lambda: saves.ranks[0].open_buffer((1, 1)),
         "adopt": lambda: saves.ranks[0].adopt((1, 1), draft.relinked_to(2), None),
         "wait": saves.wait,
     }
     with monkeypatch.context() as patch:
-        patch.setattr(writer_client, "PROTOCOL", 99)
+        patch.setattr(writer_client, "PROTOCOL_VERSION", 99)
         with pytest.raises(SnapshotRefused, match="another version of the writer's protocol: 99, and the launcher's"):
             calls[call]()
     assert (saves.held(), saves.on_disk()) == (1, [1])
@@ -366,11 +372,11 @@ def killed_at(saves: Saves, place: tuple[str, str, int, str], *clients: WriterCl
         assert saves.wait()["saved"]
     gate.touch()
     for client in (*saves.ranks, *clients):  # or it would wait for the successor, which comes when it has given up
-        client.on_successor = give_up
+        client.before_successor = give_up
     with contextlib.suppress(OSError):
         yield
     for client in (*saves.ranks, *clients):
-        client.on_successor = None
+        client.before_successor = None
     assert saves.node.process is not None and saves.node.process.wait(30) == -signal.SIGKILL
     saves.close()
     saves.node.start()
@@ -471,7 +477,7 @@ def test_state_too_large_for_memory_is_refused_with_figures(saves: Saves) -> Non
     layout = saves.layout(1)
     draft = replace(saves.draft(layout, 1), bytes=1 << 50)
     with pytest.raises(SnapshotRefused, match=r"two copies of a state of \d+ MB take \d+ MB more, and \d+ MB are left"):
-        saves.ranks[0].copy(draft, 1, layout, layout.copy_own, saves.task)
+        saves.ranks[0].copy_share(draft, 1, layout, layout.copy_own, saves.task)
     saves.number = 1
     saves.save(2)
     assert saves.wait()["saved"]
@@ -496,14 +502,14 @@ def test_round_that_resumed_adopts_the_state(saves: Saves) -> None:
     """Also while an older round's checkpoint of it is written: a re-link, or a file of its own."""
     saves.save(5)
     assert saves.wait()["saved"]
-    found = saves.ranks[0].find()
+    found = saves.ranks[0].find_newest()
     saves.ranks[0].adopt(found.key, found.draft.relinked_to(2), saves.task())
     saves.number = 0
     assert saves.wait(round=2)["saved"]
     newest, parent = verified_lineage(saves.directory)[0]
     assert (newest.manifest.round, newest.manifest.relinked, newest.manifest.parent) == (2, True, (1, 5))
     assert os.path.samefile(newest.path / "state.pt", parent.path / "state.pt")
-    again = saves.ranks[0].find()
+    again = saves.ranks[0].find_newest()
     assert again is not None and (again.draft.round, again.draft.step) == (2, 5)
 
 
@@ -519,16 +525,16 @@ def test_rank_takes_over_from_one_that_dies_while_it_saves_at_a_fault(node: Node
     layout = saves.layout(12)
     draft = saves.draft(layout, 12)
     numbers = [donated_number(12, rank) for rank in (0, 2)]
-    fd, _ = first.begin(draft, numbers[0], 0, 1, layout.shared_digest)
+    fd, _ = first.borrow_buffer(draft, numbers[0], 0, 1, layout.shared_digest)
     os.close(fd)
-    with pytest.raises(SnapshotRefused, match=ANOTHER_SAVES):
-        second.begin(draft, numbers[1], 0, 1, layout.shared_digest)
+    with pytest.raises(SnapshotRefused, match=ANOTHER_SAVES_REASON):
+        second.borrow_buffer(draft, numbers[1], 0, 1, layout.shared_digest)
     first.close()
 
     finish_at_fault(saves, second, 12, 2)
     third = node.client(0, 1)
-    with pytest.raises(SnapshotRefused, match=ANOTHER_SAVES):  # not copied again
-        third.begin(draft, donated_number(12, 1), 0, 1, layout.shared_digest, once=True)
+    with pytest.raises(SnapshotRefused, match=ANOTHER_SAVES_REASON):  # not copied again
+        third.borrow_buffer(draft, donated_number(12, 1), 0, 1, layout.shared_digest, once=True)
     third.close()
     assert saves.held() == 12
 
@@ -554,12 +560,12 @@ def copy_at_fault(
 ) -> None:
     layout, before = saves.layout(step), saves.held()
     draft, number = saves.draft(layout, step), donated_number(step, number)
-    fd, _ = rank.begin(draft, number, 0, 1, layout.shared_digest)
+    fd, _ = rank.borrow_buffer(draft, number, 0, 1, layout.shared_digest)
     assert saves.held() == before
     layout.copy_shared(functools.partial(write_at, fd), 0, 1)
     layout.copy_own(fd)
     os.close(fd)
-    rank.copied(draft, number, 0, task)
+    rank.report_copied(draft, number, 0, task)
 
 
 FORKS = """
@@ -584,14 +590,14 @@ def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node
     layout = saves.layout(2)
     donor = node.client()
     begin = {"do": "begin", "round": 1, "number": 2, "share": 0, "shares": 2, "size": layout.bytes}
-    begin |= {"digest": layout.shared_digest, "version": PROTOCOL}
+    begin |= {"digest": layout.shared_digest, "version": PROTOCOL_VERSION}
     child = 0
     if end == "by itself":
-        os.close(saves.ranks[0].begin(saves.draft(layout, 2), 2, 0, 2, layout.shared_digest)[0])
+        os.close(saves.ranks[0].borrow_buffer(saves.draft(layout, 2), 2, 0, 2, layout.shared_digest)[0])
         for _ in range(2):
-            with pytest.raises(SnapshotRefused, match=STILL_COPIED):
-                donor.begin(saves.draft(layout, 2), donated_number(2, 1), 0, 1, layout.shared_digest)
-        assert saves.ranks[1].find() is not None
+            with pytest.raises(SnapshotRefused, match=STILL_COPIED_REASON):
+                donor.borrow_buffer(saves.draft(layout, 2), donated_number(2, 1), 0, 1, layout.shared_digest)
+        assert saves.ranks[1].find_newest() is not None
         saves.ranks[0].close()
     elif end == "by an exception that it catches":
 
@@ -599,7 +605,7 @@ def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            saves.ranks[0].copy(saves.draft(layout, 2), 2, layout, interrupted)
+            saves.ranks[0].copy_share(saves.draft(layout, 2), 2, layout, interrupted)
     else:
         argv = [sys.executable, "-ISc", FORKS, str(node.path), json.dumps(begin)]
         child = int(subprocess.check_output(argv))
@@ -626,7 +632,7 @@ def test_rank_has_ended_with_its_last_thread(tmp_path: Path) -> None:
         process = subprocess.Popen([sys.executable, "-ISc", LEADER_ENDS, str(tmp_path / "socket")])
         connection, _ = listener.accept()
     with process, connection:
-        wait_for(lambda: not peer.runs(connection), "the end of its main thread")
+        wait_for(lambda: not peer.is_running(connection), "the end of its main thread")
         assert not peer.process_has_ended(connection)
         connection.send(b"end")
         wait_for(lambda: peer.process_has_ended(connection), "its end")
@@ -659,10 +665,10 @@ def test_fault_while_the_disk_writes_one_save_and_a_rank_copies_the_next(
     saves.save(2)
     wait_for(lambda: list(saves.directory.glob(".r1-s2.*.staging/state.pt")), "the write")
     layout = saves.layout(3)
-    os.close(saves.ranks[0].begin(saves.draft(layout, 3), 3, 0, 2, layout.shared_digest)[0])
+    os.close(saves.ranks[0].borrow_buffer(saves.draft(layout, 3), 3, 0, 2, layout.shared_digest)[0])
     donor = node.client()
-    with pytest.raises(SnapshotRefused, match=STILL_COPIED):
-        donor.begin(saves.draft(layout, 3), donated_number(3, 1), 0, 1, layout.shared_digest)
+    with pytest.raises(SnapshotRefused, match=STILL_COPIED_REASON):
+        donor.borrow_buffer(saves.draft(layout, 3), donated_number(3, 1), 0, 1, layout.shared_digest)
     saves.ranks[0].close()
     finish_at_fault(saves, donor, 3, 1, saves.task)
     gate.unlink()

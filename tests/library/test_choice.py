@@ -12,7 +12,7 @@ from elasticd.checkpointing.at_fault import step_files
 from elasticd.checkpointing.choice import Choice, Chooser, OpenState, Source
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import Snapshot
-from elasticd.checkpointing.memory.held_states import HeldState, age
+from elasticd.checkpointing.memory.held_states import HeldState, newest_first_key
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from tests.library import checkpoints
@@ -90,7 +90,7 @@ def test_newest_state_where_processes_hold_one(
     opened = OpenState()
     made = chooser(tmp_path, 3, [held, *in_memory], opened)
     made.states[0].ranks += [0, 2]
-    made.states.sort(key=age)
+    made.states.sort(key=newest_first_key)
     assert chosen(made) == expected
     opened.close()
 

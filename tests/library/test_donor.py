@@ -25,7 +25,7 @@ from elasticd.checkpointing.at_fault.committed_state import CommittedState, Rank
 from elasticd.checkpointing.at_fault.donor import MOST_TRIAL_COMMITS, CopyTrial, Donor
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.directory_writes import DirectoryWrites
-from elasticd.checkpointing.memory.buffers import KILLED
+from elasticd.checkpointing.memory.buffers import WRITER_KILLED_REASON
 from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state.training_state import RESERVED, StateDict
@@ -169,7 +169,9 @@ def test_forked_child_leaves_what_is_its_parents(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(CommittedState, "record_expected", lambda _, step: asked.append(step))
-    writer_of_saves = SimpleNamespace(wait=lambda *_: asked.append("wait") or {"saved": True, "path": "", "why": ""})
+    writer_of_saves = SimpleNamespace(
+        wait_for_result=lambda *_: asked.append("wait") or {"saved": True, "path": "", "why": ""}
+    )
     writes = writes_of(tmp_path, writer_of_saves)
     writes.expect(10)
     rank, writer = two_ranks.donor(0)
@@ -206,7 +208,7 @@ def test_answer_without_a_buffer_is_an_error() -> None:
     with writer, rank:
         writer.send(b'{"writing": false}')
         with pytest.raises(OSError, match="has no buffer"):
-            WriterClient("", 0, 1, True, _socket=rank).open((1, 1))
+            WriterClient("", 0, 1, True, _socket=rank).open_buffer((1, 1))
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -215,9 +217,9 @@ def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, lea
     """Rank 0 had copied, another rank had not when the writer was killed."""
     events: list[tuple[str, int]] = []
     note = SimpleNamespace(write=lambda kind, _, step, **__: events.append((kind, step)), path=None)
-    states = [SimpleNamespace(saved=(1, 4))] if held else []
-    lost = {"saved": False, "path": "", "why": KILLED}
-    writer = SimpleNamespace(close=lambda: None, find_all=lambda: states, wait=lambda *_: lost)
+    states = [SimpleNamespace(original_key=(1, 4))] if held else []
+    lost = {"saved": False, "path": "", "why": WRITER_KILLED_REASON}
+    writer = SimpleNamespace(close=lambda: None, find_all=lambda: states, wait_for_result=lambda *_: lost)
     writes = writes_of(tmp_path, writer, note)
     writes.expect(20)
     tell = writes.report_lost if learned == "at the next save" else writes.wait

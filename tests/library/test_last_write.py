@@ -36,22 +36,22 @@ class LastNode:
         """A whole state; without a fault, nothing on this node is to write it."""
         draft = Manifest(1, step, None, RANKS, SIZE, NO_CHECKSUM, *self.whose, None, 0.0)
         number = donated_number(step, 1) if at_fault else step
-        fd, _ = self.rank.begin(draft, number, 0, 1, "")
+        fd, _ = self.rank.borrow_buffer(draft, number, 0, 1, "")
         os.pwrite(fd, content(STATE, step), 0)
         os.close(fd)
-        self.rank.copied(draft, number, 0)
-        self.rank.find()  # the writer has handled the packet before this one
+        self.rank.report_copied(draft, number, 0)
+        self.rank.find_newest()  # the writer has handled the packet before this one
 
     def save_files(self, step: int, names: list[str]) -> None:
         """Files of a sharded state that nothing on this node is to write before the end."""
         draft = Manifest(1, step, None, RANKS, SIZE * len(names), NO_CHECKSUM, *self.whose, None, 0.0)
-        fd, _ = self.rank.begin(draft, step, 0, 1, "", copies=1)
+        fd, _ = self.rank.borrow_buffer(draft, step, 0, 1, "", copies=1)
         files = {name: (at * SIZE, SIZE) for at, name in enumerate(names)}
         for name, (offset, _) in files.items():
             os.pwrite(fd, content(name, step), offset)
         os.close(fd)
-        self.rank.copied(draft, step, 0, files=files)
-        self.rank.find()  # the writer has handled the packet before this one
+        self.rank.report_copied(draft, step, 0, files=files)
+        self.rank.find_newest()  # the writer has handled the packet before this one
 
     def close(self) -> None:
         self.rank.close()
@@ -110,7 +110,7 @@ def test_newest_state_of_all_nodes_is_left(tmp_path: Path) -> None:
 def test_node_without_rank_0_writes_alone(nodes: list[LastNode]) -> None:
     """Also after its writer was killed."""
     nodes[1].save(12)
-    assert nodes[1].rank.find() is not None
+    assert nodes[1].rank.find_newest() is not None
     nodes[1].node.end()
     nodes[1].node.start()
     assert nodes[1].node.flush()["step"] == 12
@@ -187,8 +187,8 @@ def test_node_that_dies_in_its_part_is_replaced_by_one_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has begun is in the directory of the node that commits."""
-    monkeypatch.setattr(last_write, "PARTS_S", 0.1)
-    monkeypatch.setattr(last_write, "PARTS_WHEN_ENDED_S", 30.0)
+    monkeypatch.setattr(last_write, "UNBEGUN_PARTS_WAIT_S", 0.1)
+    monkeypatch.setattr(last_write, "PARTS_WAIT_WHEN_ENDED_S", 30.0)
     (tmp_path / METADATA).write_bytes(b"half")
     contents = {name: stream(iter([content(name, 5)])) for name in (METADATA, STATE)}
     with open(os.memfd_create("headers"), "rb") as headers:

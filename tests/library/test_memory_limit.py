@@ -55,9 +55,9 @@ def test_smallest_limit_counts(
             (tmp_path / group / name).write_text(text)
 
     (tmp_path / "own").write_text("\n".join(own))
-    monkeypatch.setattr(memory_limit, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory_limit, "_machine", lambda: 10_000 * MB)
-    monkeypatch.setattr(memory_limit, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory_limit, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(memory_limit, "_machine_available_bytes", lambda: 10_000 * MB)
+    monkeypatch.setattr(memory_limit, "_OWN_CGROUPS_FILE", tmp_path / "own")
     assert memory_limit.available_bytes() == (left_mb * MB, where)
 
 
@@ -76,6 +76,6 @@ def test_kills_for_lack_of_memory_are_counted(
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(text)
     (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(memory_limit, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory_limit, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory_limit, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(memory_limit, "_OWN_CGROUPS_FILE", tmp_path / "own")
     assert memory_limit.oom_kills() == kills

@@ -612,7 +612,7 @@ def put_together(made: list[Node], token: str, gives_up: str = "") -> list[Any]:
     def write(number: int) -> Any:
         with held(made[number].directory, number, token) as (own, snapshot):
             try:
-                return state_files.write(own, snapshot, lambda: gives_up)
+                return state_files.write_own_files(own, snapshot, lambda: gives_up)
             except OSError as error:
                 return str(error)
 
@@ -748,7 +748,7 @@ def test_without_conditional_puts_rank_0s_node_puts_the_last_state(
         raise NotImplementedError
 
     monkeypatch.setattr(ObjectStore, "reserve", reserve)
-    monkeypatch.setattr(last_write, "PARTS_S", 0.0)
+    monkeypatch.setattr(last_write, "UNBEGUN_PARTS_WAIT_S", 0.0)
     node = nodes()
     task = WriteTask(str(node.directory), 3, "a test", "", "", number, 0.0, node=number, nodes=2)
     draft = Manifest(1, 12, None, 2, len(content(STATE, 12)), NO_CHECKSUM, JOB, "1", None, time.time())

@@ -157,7 +157,7 @@ def test_frozen_parameters_in_distributed_data_parallel_are_compared_at_later_sa
     wrappers = {
         id(each["model"]): SimpleNamespace(module=each["model"], parameters_to_ignore=()) for each in ranks.attached
     }
-    monkeypatch.setattr(training_state, "parallel", lambda obj: wrappers[id(obj)])
+    monkeypatch.setattr(training_state, "find_ddp", lambda obj: wrappers[id(obj)])
     for rank, attached in enumerate(ranks.attached):
         attached["model"].weight.requires_grad_(False).fill_(rank)
     assert not ranks.save()
@@ -173,7 +173,7 @@ def test_parameters_that_may_differ_by_design_are_no_error(
         id(each["model"]): SimpleNamespace(**{"module": each["model"], "parameters_to_ignore": (), **left})
         for each in ranks.attached
     }
-    monkeypatch.setattr(training_state, "parallel", lambda obj: wrappers[id(obj)])
+    monkeypatch.setattr(training_state, "find_ddp", lambda obj: wrappers[id(obj)])
     with torch.no_grad():
         ranks.attached[1]["model"].weight += 1.0
     assert [each.is_error for each in ranks.save()] == [False]

@@ -108,7 +108,7 @@ def test_parent_is_the_round_that_trained_the_state(start: Any, nodes: Nodes, tm
     start_on(start, [node], {**options, "every": None, "steps": 6}, round=2).results()
     start_on(start, [node], {**options, "steps": 9}, round=3).results()
     client = node.client()
-    held = client.find()
+    held = client.find_newest()
     client.close()
     assert held is not None and (held.draft.round, held.draft.parent) == (3, (1, 6))
 

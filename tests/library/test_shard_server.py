@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from elasticd.checkpointing.memory import held_states, shard_server
-from elasticd.checkpointing.memory.buffers import PARTNER, Buffers, Snapshot, WriteTask
+from elasticd.checkpointing.memory.buffers import PARTNER_BUFFER, Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.memory.held_states import HeldState
-from elasticd.checkpointing.memory.shard_server import PartnerCopy, RemoteNode
+from elasticd.checkpointing.memory.shard_server import PartnerCopy, ShardClient
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
 from elasticd.checkpointing.storage.manifest import METADATA, NO_CHECKSUM, STATE, Manifest
 from elasticd.errors import CheckpointError
@@ -39,7 +39,7 @@ class Part:
     def __init__(self, folder: Path, number: int) -> None:
         self.number, self.folder = number, folder
         self.node = Node(folder)
-        self.rank = WriterClient(str(self.node.path), 0, 1, first_node=number == 0)
+        self.rank = WriterClient(str(self.node.path), 0, 1, is_first_node=number == 0)
 
     def names(self) -> list[str]:
         own = [f"__{self.number}_0.distcp"]
@@ -48,15 +48,17 @@ class Part:
     def save(self, step: int, of: Part | None = None, size: int = SIZE, run: str = "run") -> None:
         """`of`: the node of whose part this one keeps a copy."""
         names = self.names()
-        fd, _ = self.rank.begin(replace(draft(step, run=run), bytes=size * len(names)), step, 0, 1, "", copies=1)
+        fd, _ = self.rank.borrow_buffer(
+            replace(draft(step, run=run), bytes=size * len(names)), step, 0, 1, "", copies=1
+        )
         os.pwrite(fd, b"".join(content(name, step, size) for name in names), 0)
         os.close(fd)
         files = {name: (at * size, size) for at, name in enumerate(names)}
         partner = None
         if of is not None:
-            server = of.rank.serve("127.0.0.1")
+            server = of.rank.serve_shards("127.0.0.1")
             partner = {"server": server, "node": of.number, "events": str(self.folder / "events"), "rank": self.number}
-        self.rank.copied(draft(step, run=run), step, 0, None, files, partner)
+        self.rank.report_copied(draft(step, run=run), step, 0, None, files, partner)
 
     def copy(self) -> Snapshot | None:
         """The other node's part."""
@@ -89,14 +91,14 @@ def parts(tmp_path: Path) -> Iterator[list[Part]]:
 def together(parts: list[Part]) -> list[HeldState]:
     reports = [{"node": each.number, "held": each.rank.find_all()} for each in parts]
     who: Any = [type("Who", (), {"node": each["node"], "nodes": 1}) for each in reports]
-    found = [held_states.report(each["held"], parts[0].rank, one) for each, one in zip(reports, who, strict=True)]
-    return held_states.parse([*(json.dumps(one).encode() for one in found), b""])[0]
+    found = [held_states.node_message(each["held"], parts[0].rank, one) for each, one in zip(reports, who, strict=True)]
+    return held_states.merge_messages([*(json.dumps(one).encode() for one in found), b""])[0]
 
 
 def test_copy_of_a_lost_nodes_part_is_written_at_the_end(parts: list[Part], tmp_path: Path) -> None:
     first, second = parts
     task = WriteTask(str(tmp_path / "checkpoints"), 3, "at the end of the job", "", "", 1, 0.0, node=1)
-    second.rank.at_end = lambda: task
+    second.rank.make_task_at_end = lambda: task
     first.save(5, of=second)
     second.save(5, of=first)
     second.wait_for_copy(5)
@@ -114,18 +116,18 @@ def test_partner_has_the_part_of_a_lost_node(parts: list[Part]) -> None:
         first.wait_for_copy(step)
         second.wait_for_copy(step)
     (both,) = together(parts)
-    assert (both.missing, both.copied, both.snapshot.draft.step) == ([], [], 6)
-    assert both.nodes[STATE] == [0, 1]
+    assert (both.missing_files, both.copy_only_files, both.snapshot.draft.step) == ([], [], 6)
+    assert both.holders[STATE] == [0, 1]
     first.node.end(signal.SIGKILL)
     (held,) = together([second])
-    assert (held.missing, held.copied) == ([], sorted(first.names()))
+    assert (held.missing_files, held.copy_only_files) == ([], sorted(first.names()))
     for name in first.names():
-        fd, start, size = second.rank.open(held.snapshot.key, name)
+        fd, start, size = second.rank.open_buffer(held.snapshot.key, name)
         assert os.pread(fd, size, start) == content(name, 6)
         os.close(fd)
     second.rank.adopt(held.snapshot.key, held.snapshot.draft.relinked_to(2), None)
     (adopted,) = together([second])
-    assert (adopted.snapshot.key, adopted.missing, adopted.snapshot.draft) == ((2, 0), [], held.snapshot.draft)
+    assert (adopted.snapshot.key, adopted.missing_files, adopted.snapshot.draft) == ((2, 0), [], held.snapshot.draft)
 
 
 def test_state_without_all_files_is_not_whole(parts: list[Part]) -> None:
@@ -134,8 +136,8 @@ def test_state_without_all_files_is_not_whole(parts: list[Part]) -> None:
     second.save(5)
     first.save(6)
     newer, older = together(parts)
-    assert (newer.snapshot.draft.step, newer.missing) == (6, second.names())
-    assert (older.snapshot.draft.step, older.missing) == (5, first.names())  # a node has room for one part
+    assert (newer.snapshot.draft.step, newer.missing_files) == (6, second.names())
+    assert (older.snapshot.draft.step, older.missing_files) == (5, first.names())  # a node has room for one part
 
 
 STRANGERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -154,16 +156,16 @@ def test_stranger_reads_nothing(parts: list[Part], monkeypatch: pytest.MonkeyPat
     wrong, error, why = STRANGERS[case]
     part = parts[0]
     part.save(5)
-    server = part.rank.serve("127.0.0.1")
-    for ask in (lambda remote: remote.state(), lambda remote: remote.size(STATE)):
+    server = part.rank.serve_shards("127.0.0.1")
+    for ask in (lambda remote: remote.wait_for_snapshot(), lambda remote: remote.file_size(STATE)):
         own = {"secret": server[2], "job": "job", "run": "run", "round": 1, "number": 5, **wrong}
         with monkeypatch.context() as patch:
-            patch.setattr(shard_server, "PROTOCOL", wrong.get("version", shard_server.PROTOCOL))
-            stranger = RemoteNode((*server[:2], own["secret"]), own["job"], own["run"], (own["round"], own["number"]))
+            patch.setattr(shard_server, "PROTOCOL_VERSION", wrong.get("version", shard_server.PROTOCOL_VERSION))
+            stranger = ShardClient((*server[:2], own["secret"]), own["job"], own["run"], (own["round"], own["number"]))
         with contextlib.closing(stranger) as remote, pytest.raises(error, match=why):
             ask(remote)
-    with contextlib.closing(RemoteNode(server, "job", "run", (1, 5))) as remote:
-        assert remote.state().draft.step == 5
+    with contextlib.closing(ShardClient(server, "job", "run", (1, 5))) as remote:
+        assert remote.wait_for_snapshot().draft.step == 5
         piece = bytearray(1000)
         remote.read(STATE, 500, memoryview(piece))
         assert piece == content(STATE, 5)[500:1500]
@@ -174,11 +176,11 @@ def test_stranger_reads_nothing(parts: list[Part], monkeypatch: pytest.MonkeyPat
 def test_part_that_is_replaced_while_it_is_read_is_refused(parts: list[Part]) -> None:
     part, piece = parts[0], memoryview(bytearray(1000))
     part.save(5)
-    with contextlib.closing(RemoteNode(part.rank.serve("127.0.0.1"), "job", "run", (1, 5))) as remote:
+    with contextlib.closing(ShardClient(part.rank.serve_shards("127.0.0.1"), "job", "run", (1, 5))) as remote:
         remote.read(STATE, 0, piece)
         part.save(6)
         part.rank.find_all()  # the writer has handled the save
-        for ask in (lambda: remote.read(STATE, 1000, piece), remote.state):
+        for ask in (lambda: remote.read(STATE, 1000, piece), remote.wait_for_snapshot):
             with pytest.raises(CheckpointError, match="not in its memory"):
                 ask()
 
@@ -190,7 +192,7 @@ def test_copy_is_whole_or_none_where_a_node_is_lost_meanwhile(parts: list[Part],
     first, second = parts
     first.save(5, size=200_000_000)
     second.save(5, of=first)
-    wait_for(lambda: os.fstat(second.node.memory[1 + PARTNER]).st_blocks > 0, "the copy has begun")
+    wait_for(lambda: os.fstat(second.node.memory[1 + PARTNER_BUFFER]).st_blocks > 0, "the copy has begun")
     parts[victim].node.end(signal.SIGKILL)
     if victim == 1:
         second.node.start()
@@ -216,7 +218,7 @@ def test_copy_that_is_slower_than_the_saves_is_reported(parts: list[Part]) -> No
     first, second = parts
     first.save(5, size=200_000_000)
     second.save(5, of=first)
-    wait_for(lambda: os.fstat(second.node.memory[1 + PARTNER]).st_blocks > 0, "the copy has begun")
+    wait_for(lambda: os.fstat(second.node.memory[1 + PARTNER_BUFFER]).st_blocks > 0, "the copy has begun")
     first.save(6)
     second.save(6, of=first)
     second.wait_for_copy(6)  # well before its patience of 30 s ends: a smaller state makes the buffer shorter
@@ -234,15 +236,15 @@ def test_no_memory_for_a_copy_is_one_sentence(
     try:
         for step in (5, 6):
             first.save(step, size=1 << 20)
-            server = first.rank.serve("127.0.0.1")
+            server = first.rank.serve_shards("127.0.0.1")
             partner = {"server": server, "node": 0, "events": str(first.folder / "events"), "rank": 1}
-            copies._try({**partner, "own": Snapshot(draft(step), step, None)})
+            copies._copy_and_report({**partner, "own": Snapshot(draft(step), step, None)})
         (said,) = first.messages()
         assert said == (
             "this node has no copy of node 0's part of the state: a copy of 3 MB takes 67 MB more, and 66 MB are left "
             "of this machine's memory"
         )
-        assert os.fstat(memory[1 + PARTNER]).st_size == 0
+        assert os.fstat(memory[1 + PARTNER_BUFFER]).st_size == 0
     finally:
         for fd in memory:
             os.close(fd)
@@ -250,4 +252,4 @@ def test_no_memory_for_a_copy_is_one_sentence(
 
 def test_writer_cannot_listen_at_another_machines_address(parts: list[Part]) -> None:
     with pytest.raises(SnapshotRefused, match=r"the writer cannot listen at 192\.0\.2\.1"):
-        parts[0].rank.serve("192.0.2.1")
+        parts[0].rank.serve_shards("192.0.2.1")

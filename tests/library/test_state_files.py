@@ -14,7 +14,7 @@ import pytest
 
 from elasticd.checkpointing.memory import state_files
 from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
-from elasticd.checkpointing.memory.state_files import Content
+from elasticd.checkpointing.memory.state_files import WriteContent
 from elasticd.checkpointing.storage.checkpoint_files import relink
 from elasticd.checkpointing.storage.lineage import Entry, find_damage, lineage
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest
@@ -27,7 +27,7 @@ FILES = {
 
 
 @contextlib.contextmanager
-def held(directory: Path, node: int, token: str = "abcd") -> Iterator[tuple[dict[str, Content], Snapshot]]:
+def held(directory: Path, node: int, token: str = "abcd") -> Iterator[tuple[dict[str, WriteContent], Snapshot]]:
     """A node's files, each somewhere in a buffer."""
     fd, files, at = os.memfd_create("test"), {}, 123
     for name, content in FILES[node].items():
@@ -38,7 +38,7 @@ def held(directory: Path, node: int, token: str = "abcd") -> Iterator[tuple[dict
     task = WriteTask(str(directory), 3, "a test", "", "", 0, 0.0, token=token, node=node, nodes=len(FILES))
     snapshot = Snapshot(draft, 1, task, files=files)
     try:
-        yield state_files.contents(Buffers(fd, [fd]), 0, snapshot), snapshot
+        yield state_files.file_contents(Buffers(fd, [fd]), 0, snapshot), snapshot
     finally:
         os.close(fd)
 
@@ -50,7 +50,7 @@ def write(directory: Path, nodes: list[int], gives_up: Any = lambda: "") -> dict
     def run(node: int) -> None:
         with held(directory, node) as (own, snapshot):
             try:
-                results[node] = state_files.write(own, snapshot, gives_up)
+                results[node] = state_files.write_own_files(own, snapshot, gives_up)
             except OSError as error:
                 results[node] = str(error)
 

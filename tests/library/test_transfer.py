@@ -19,11 +19,11 @@ from tests.library.writers import Node
 MB = 1 << 20
 
 
-def checksums(data: bytes, size: int) -> list[str]:
+def piece_checksums(data: bytes, size: int) -> list[str]:
     fd = os.memfd_create("test")
     try:
         os.pwrite(fd, data, 0)
-        return transfer.checksums(fd, size)
+        return transfer.piece_checksums(fd, size)
     finally:
         os.close(fd)
 
@@ -73,7 +73,7 @@ def test_pieces_that_some_node_lacks_are_sent(
 
 
 def test_states_that_differ_in_more_than_is_received_beside_them_are_sent_whole() -> None:
-    count = transfer.SENT_BYTES // MB + 2
+    count = transfer.MOST_BYTES_AT_ONCE // MB + 2
     every = tuple(map(str, range(count)))
     plan = transfer.plan_sending("r1-s7", [answer("a", pieces=every), answer("b", "gone", every[::-1])], count * MB)
     assert plan["spans"] == [(0, count * MB)]
@@ -84,10 +84,10 @@ def test_checksums_find_every_piece_that_differs() -> None:
     other = bytearray(data)
     other[MB] ^= 1
     other[-1] ^= 1
-    one, two = (checksums(each, len(each)) for each in (data, bytes(other)))
+    one, two = (piece_checksums(each, len(each)) for each in (data, bytes(other)))
     assert [a == b for a, b in zip(one, two, strict=True)] == [True, False, True, False]
     with pytest.raises(OSError, match="shorter"):
-        checksums(data, len(data) + 1)
+        piece_checksums(data, len(data) + 1)
 
 
 def test_state_that_has_become_shorter_is_an_error() -> None:
@@ -95,7 +95,7 @@ def test_state_that_has_become_shorter_is_an_error() -> None:
     try:
         os.pwrite(fd, b"x" * 10, 0)
         with pytest.raises(OSError, match="shorter than its description"):
-            transfer.broadcast(fd, 0, [(0, 11)], DefaultGroup(0, 2, torch.device("cpu"), created=False), None)
+            transfer.broadcast_spans(fd, 0, [(0, 11)], DefaultGroup(0, 2, torch.device("cpu"), created=False), None)
     finally:
         os.close(fd)
 
@@ -108,19 +108,19 @@ def test_writer_lends_the_memory_with_the_state_that_is_alike(tmp_path: Path) ->
         layout = saves.layout(7)
         draft = saves.draft(layout, 7)
         held, chosen = (donated_number(7, rank) for rank in (2, 0))
-        fd, _ = rank.begin(draft, held, 0, 1, "")
+        fd, _ = rank.borrow_buffer(draft, held, 0, 1, "")
         layout.copy_own(fd)
         layout.copy_shared(lambda at, data: os.pwrite(fd, data, at), 0, 1)
-        rank.copied(draft, held, 0)
+        rank.report_copied(draft, held, 0)
         assert saves.held() == 7
         with pytest.raises(SnapshotRefused):
-            rank.begin(draft, donated_number(7, 1), 0, 1, "", like=(1, 12345))
+            rank.borrow_buffer(draft, donated_number(7, 1), 0, 1, "", like=(1, 12345))
         before = os.pread(fd, draft.bytes, 0)
-        again, _ = rank.begin(draft, chosen, 0, 1, "", like=(1, held))
+        again, _ = rank.borrow_buffer(draft, chosen, 0, 1, "", like=(1, held))
         assert os.fstat(again).st_ino == os.fstat(fd).st_ino and os.pread(again, draft.bytes, 0) == before
-        assert rank.find() is None, "a state that is being changed is no state"
-        rank.copied(draft, chosen, 0)
-        found = rank.find()
+        assert rank.find_newest() is None, "a state that is being changed is no state"
+        rank.report_copied(draft, chosen, 0)
+        found = rank.find_newest()
         assert found is not None and found.number == chosen and saves.held() == 7
         os.close(fd)
         os.close(again)

@@ -49,7 +49,7 @@ class Node:
             return answer
 
     def client(self, share: int = 0, shares: int = 1) -> WriterClient:
-        return WriterClient(str(self.path), share, shares, first_node=True)
+        return WriterClient(str(self.path), share, shares, is_first_node=True)
 
     def environment(self, node: int, nodes: int, share: int, shares: int) -> dict[str, str]:
         """What the launcher sets for one rank of this node."""

@@ -63,7 +63,13 @@ from elasticd.checkpointing.at_fault.donor_rules import averaged_parameters, rea
 from elasticd.checkpointing.at_fault.held_commit import HeldCommit, large_storages
 from elasticd.checkpointing.at_fault.step_ring import Commit
 from elasticd.checkpointing.context import SaveContext
-from elasticd.checkpointing.memory.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_number, donated_step
+from elasticd.checkpointing.memory.buffers import (
+    ANOTHER_SAVES_REASON,
+    PROTOCOL_VERSION,
+    STILL_COPIED_REASON,
+    donated_number,
+    donated_step,
+)
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
 from elasticd.checkpointing.state import device_copy, training_state
 from elasticd.checkpointing.state.layout import Layout
@@ -225,7 +231,7 @@ class Donor:
         assert self._context.writer is not None
         connection = channel.connect(self._context.writer.path)
         try:
-            channel.send(connection, {"do": "donor", "round": self._round, "version": PROTOCOL})
+            channel.send(connection, {"do": "donor", "round": self._round, "version": PROTOCOL_VERSION})
         except OSError:
             connection.close()
             raise
@@ -485,7 +491,7 @@ class Donor:
         if self._context.writer is None:
             raise CheckpointError("this node keeps no copy of the state in memory")
         writer = self._context.writer
-        return WriterClient(writer.path, 0, 1, writer.first_node, writer.at_end)
+        return WriterClient(writer.path, 0, 1, writer.is_first_node, writer.make_task_at_end)
 
     def on_script_failure(self) -> None:
         """The script has failed, or is about to end by an exception: the launcher will end the others."""
@@ -572,7 +578,7 @@ class Donor:
         self._round = round
         if self._socket is not None:
             with contextlib.suppress(OSError):  # the writer has ended
-                channel.send(self._socket, {"do": "donor", "round": round, "version": PROTOCOL})
+                channel.send(self._socket, {"do": "donor", "round": round, "version": PROTOCOL_VERSION})
 
     def drop_held(self) -> None:
         """The tensors are about to have another state."""
@@ -684,11 +690,11 @@ class Donor:
             self._check_unchanged(state.commit)
         elif state.digest != self._left_with:  # by a thread of the script, or by a load_state_dict() that has failed
             raise CheckpointError(CHANGED_REASON)
-        client.copied(state.draft, state.number, 0)
+        client.report_copied(state.draft, state.number, 0)
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
         """Another rank was faster, or it was saved at that step, and not changed since."""
-        snapshot = client.find()
+        snapshot = client.find_newest()
         if snapshot is None:
             return False
         there, here = (snapshot.draft.round, snapshot.draft.step), (self._context.round, step)
@@ -704,9 +710,9 @@ class Donor:
         while True:
             check()
             try:
-                return client.begin(draft, number, 0, 1, "", once=True)[0]
+                return client.borrow_buffer(draft, number, 0, 1, "", once=True)[0]
             except SnapshotRefused as refused:
-                if str(refused) not in (ANOTHER_SAVES, STILL_COPIED) or time.monotonic() > deadline:
+                if str(refused) not in (ANOTHER_SAVES_REASON, STILL_COPIED_REASON) or time.monotonic() > deadline:
                     raise
             if self._is_saved(client, draft.step):
                 return None

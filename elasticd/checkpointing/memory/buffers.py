@@ -19,41 +19,46 @@ from pathlib import Path
 
 from elasticd.channel import Message
 from elasticd.checkpointing.storage.manifest import Manifest, parse
+from elasticd.errors import Reason
 
-COUNT = 2
+OWN_BUFFER_COUNT = 2
 """Buffers that ranks of this node fill."""
-PARTNER = COUNT
+PARTNER_BUFFER = OWN_BUFFER_COUNT
 """The last buffer: a copy of another node's part of a sharded state."""
-PROTOCOL = 3
+PROTOCOL_VERSION = 3
 """Between ranks and the writer: the script may import another elasticd than its launcher, after an upgrade."""
-ANOTHER_SAVES = "another rank is saving that step"
+ANOTHER_SAVES_REASON = "another rank is saving that step"
 """Why a rank's state is refused at a fault; if that rank dies, this one may try again."""
-STILL_COPIED = "an earlier save is still being copied"
+STILL_COPIED_REASON = "an earlier save is still being copied"
 """Why a state is refused while ranks copy into the one buffer that may be lent; at a fault a rank tries again."""
-KILLED = "the writer was killed meanwhile"
+WRITER_KILLED_REASON = "the writer was killed meanwhile"
 """Why a save failed of which the writer knows nothing."""
-_DONATED = 1 << 40
+_FIRST_DONATED_NUMBER = 1 << 40
 """Save numbers count from 1; those of states saved at a fault come after all of them."""
-_MOST_RANKS = 1 << 20
+_NUMBERS_PER_STEP = 1 << 20
 _HEADER_BYTES = 1 << 20
-_PROVIDED_BYTES = 16 << 20
+_PREALLOCATED_PIECE_BYTES = 16 << 20
 _KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
+SaveKey = tuple[int, int]
+"""The round, and the number of the save in it."""
 
 
 def donated_number(step: int, rank: int) -> int:
     """The number of a state that a rank saves at a fault: later steps come after earlier ones, then lower ranks."""
-    return _DONATED + step * _MOST_RANKS + _MOST_RANKS - 1 - rank
+    return _FIRST_DONATED_NUMBER + step * _NUMBERS_PER_STEP + _NUMBERS_PER_STEP - 1 - rank
 
 
 def donated_step(number: int) -> int | None:
     """The step of a state that was saved at a fault, None for a save as usual."""
-    return None if number < _DONATED else (number - _DONATED) // _MOST_RANKS
+    return None if number < _FIRST_DONATED_NUMBER else (number - _FIRST_DONATED_NUMBER) // _NUMBERS_PER_STEP
 
 
 def donor_of(number: int | None) -> int | None:
     """The rank that saved this state at a fault; None for a save as usual, or a checkpoint."""
-    return None if number is None or number < _DONATED else _MOST_RANKS - 1 - number % _MOST_RANKS
+    return (
+        None if number is None or number < _FIRST_DONATED_NUMBER else _NUMBERS_PER_STEP - 1 - number % _NUMBERS_PER_STEP
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +93,21 @@ class Snapshot:
     is_copy: bool = False  #: another node's part, kept for it
 
     @property
-    def saved(self) -> tuple[int, int]:
+    def original_key(self) -> SaveKey:
         """The round and the number of the save."""
         return self.draft.round, self.number
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> SaveKey:
         """The round whose state it is, and the number of the save in it; 0: the round has resumed from it."""
-        return (self.adopted, 0) if self.adopted else self.saved
+        return (self.adopted, 0) if self.adopted else self.original_key
 
     @property
     def is_due(self) -> bool:
         """It is to be written as soon as possible, and not only if no round follows."""
         return self.task is not None and donated_step(self.number) is None
 
-    def written(self, path: Path | None) -> Snapshot:
+    def as_written(self, path: Path | None) -> Snapshot:
         """This state once its task is over; None: without success."""
         return replace(self, task=None, path=str(path or ""))
 
@@ -130,27 +135,27 @@ class Snapshot:
 
 
 @dataclass
-class Fill:
+class BufferFill:
     """A buffer being filled."""
 
-    key: tuple[int, int]  #: the round, and the number of the save in it
+    key: SaveKey
     shares: int
     buffer: int
     digest: str
-    refused: str = ""
+    refused: Reason = ""
     copying: set[socket.socket] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
-    failed: str = ""
+    failed: Reason = ""
     snapshot: Snapshot | None = None
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     partner: Message | None = None  #: the node of whose part this one keeps a copy
 
     @property
-    def is_open(self) -> bool:
+    def is_incomplete(self) -> bool:
         """Some rank has not copied its share."""
         return len(self.copied) < self.shares or bool(self.copying)
 
-    def repeats(self, older: Fill, once: bool) -> bool:
+    def repeats(self, older: BufferFill, once: bool) -> bool:
         """Another rank is copying the same step after the same fault; with `once`, or has done so."""
         step = donated_step(self.key[1])
         same = (self.key[0], step) == (older.key[0], donated_step(older.key[1]))
@@ -163,25 +168,25 @@ class Buffers:
     def __init__(self, headers: int, buffers: list[int]) -> None:
         self._headers = headers
         self.fds = buffers
-        self.held: list[Snapshot | None] = [self._read(number) for number in range(len(buffers))]
+        self.held: list[Snapshot | None] = [self._read_header(number) for number in range(len(buffers))]
         self._mapped = [memoryview(b"")] * len(buffers)
 
-    def find(self, key: tuple[int, int], file: str = "", copies: bool = True) -> int | None:
-        """The buffer with this state, and with that file of it; without `copies`, this node's own part."""
+    def find(self, key: SaveKey, file: str = "", with_copies: bool = True) -> int | None:
+        """The buffer with this state, and with that file of it; without `with_copies`, this node's own part."""
         for number, snapshot in enumerate(self.held):
-            if snapshot is None or snapshot.key != key or (snapshot.is_copy and not copies):
+            if snapshot is None or snapshot.key != key or (snapshot.is_copy and not with_copies):
                 continue
             if not file or file in snapshot.files:
                 return number
         return None
 
-    def newest(self) -> int | None:
+    def newest_whole(self) -> int | None:
         """The buffer with the newest state that is whole in it."""
         whole = [(at, snapshot) for at, snapshot in enumerate(self.held) if snapshot and not snapshot.files]
         keys = [(snapshot.draft.round, snapshot.draft.step, snapshot.number, at) for at, snapshot in whole]
         return max(keys, default=(0, 0, 0, None))[3]
 
-    def erase(self, number: int) -> None:
+    def erase_header(self, number: int) -> None:
         """Before the buffer is filled."""
         self.held[number] = None
         os.pwrite(self._headers, bytes(8), number * _HEADER_BYTES)
@@ -196,7 +201,7 @@ class Buffers:
         parts = snapshot.files.values()
         os.ftruncate(self.fds[number], max((at + size for at, size in parts), default=snapshot.draft.bytes))
 
-    def describe(self, number: int, snapshot: Snapshot) -> None:
+    def write_header(self, number: int, snapshot: Snapshot) -> None:
         """After the buffer is filled, and again when its task is over. Raises ValueError for too long a description."""
         data = snapshot.to_json()
         if len(data) > _HEADER_BYTES - 64:
@@ -205,7 +210,7 @@ class Buffers:
         os.pwrite(self._headers, record, number * _HEADER_BYTES)
         self.held[number] = snapshot
 
-    def pages(self, number: int, size: int) -> memoryview:
+    def map_pages(self, number: int, size: int) -> memoryview:
         """The state in a buffer, `size` bytes. To read it there takes a third of the time that a copy takes, and the
         mapping is kept: page faults take as long as the rest. Raises OSError, ValueError.
         """
@@ -213,18 +218,18 @@ class Buffers:
             self._mapped[number] = memoryview(mmap.mmap(self.fds[number], size))
         return self._mapped[number][:size]
 
-    def provide(self, number: int) -> None:
+    def preallocate_others(self, number: int) -> None:
         """Memory for as large a state in the other buffers: the next copy, perhaps at a fault, need not wait for it."""
         size = os.fstat(self.fds[number]).st_size
         fallocate = ctypes.CDLL(None).fallocate
         fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-        for fd in (other for at, other in enumerate(self.fds[:COUNT]) if at != number):
+        for fd in (other for at, other in enumerate(self.fds[:OWN_BUFFER_COUNT]) if at != number):
             if os.fstat(fd).st_blocks * 512 < size:
                 # A rank that wants to write into it waits for one piece at most. Its size is the rank's to choose.
-                for at in range(0, size, _PROVIDED_BYTES):
-                    fallocate(fd, _KEEP_SIZE, at, min(_PROVIDED_BYTES, size - at))
+                for at in range(0, size, _PREALLOCATED_PIECE_BYTES):
+                    fallocate(fd, _KEEP_SIZE, at, min(_PREALLOCATED_PIECE_BYTES, size - at))
 
-    def _read(self, number: int) -> Snapshot | None:
+    def _read_header(self, number: int) -> Snapshot | None:
         record = os.pread(self._headers, _HEADER_BYTES, number * _HEADER_BYTES)
         size = int.from_bytes(record[:8], "little")
         data = record[40 : 40 + size]

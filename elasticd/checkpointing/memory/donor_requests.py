@@ -24,30 +24,30 @@ class DonorRequests:
         """The newest steps, for each launcher, of which a rank holds the state, and of which it has saved it."""
 
     @property
-    def are_busy(self) -> bool:
+    def are_awaited(self) -> bool:
         """A launcher waits for ranks."""
         return bool(self._waiting)
 
-    def add(self, rank: socket.socket, round: int) -> None:
+    def add_donor(self, rank: socket.socket, round: int) -> None:
         self._rounds[rank] = round
 
-    def request(self, launcher: socket.socket, round: int, signum: int, stay: Collection[int]) -> None:
+    def request_saves(self, launcher: socket.socket, round: int, signum: int, stay: Collection[int]) -> None:
         """Have every rank of the round save its state before it gets this signal. With `stay`, only the processes with
         these pids, which hold their state instead, if they can.
         """
         self._waiting[launcher] = set()
         for rank, own in self._rounds.items():
-            if own == round and peer.runs(rank) and (not stay or peer.pid(rank) in stay):
+            if own == round and peer.is_running(rank) and (not stay or peer.pid(rank) in stay):
                 with contextlib.suppress(OSError):  # its end of file follows
                     channel.send(rank, {"save": round, "signum": signum, "stays": len(stay)})
                     self._waiting[launcher].add(rank)
-        self._report()
+        self._report_to_launchers()
 
-    def begun(self, rank: socket.socket) -> None:
+    def mark_begun(self, rank: socket.socket) -> None:
         self._begun.add(rank)
-        self._report()
+        self._report_to_launchers()
 
-    def done(self, rank: socket.socket, held: int, saved: int) -> None:
+    def mark_done(self, rank: socket.socket, held: int, saved: int) -> None:
         """A rank has answered, with or without success. `held`: the step of the state that it holds, `saved`: of the
         one that it knows to be in memory; 0 for none.
         """
@@ -55,22 +55,22 @@ class DonorRequests:
             self._answered.add(launcher)
             held_before, saved_before = self._steps.get(launcher, (0, 0))
             self._steps[launcher] = max(held, held_before), max(saved, saved_before)
-        self._leave(rank)
+        self._stop_waiting_for(rank)
 
-    def _leave(self, rank: socket.socket) -> None:
+    def _stop_waiting_for(self, rank: socket.socket) -> None:
         self._begun.discard(rank)
         for ranks in self._waiting.values():
             ranks.discard(rank)
-        self._report()
+        self._report_to_launchers()
 
-    def lost(self, connection: socket.socket) -> None:
+    def drop_connection(self, connection: socket.socket) -> None:
         self._rounds.pop(connection, None)
         self._waiting.pop(connection, None)
         self._answered.discard(connection)
         self._steps.pop(connection, None)
-        self._leave(connection)
+        self._stop_waiting_for(connection)
 
-    def _report(self) -> None:
+    def _report_to_launchers(self) -> None:
         for launcher, ranks in list(self._waiting.items()):
             if not ranks:
                 del self._waiting[launcher]

@@ -20,15 +20,15 @@ from functools import cached_property
 
 from elasticd.channel import Message
 from elasticd.checkpointing.memory import transfer
-from elasticd.checkpointing.memory.buffers import Snapshot
-from elasticd.checkpointing.memory.shard_server import RemoteNode, Server, address_beside
+from elasticd.checkpointing.memory.buffers import SaveKey, Snapshot
+from elasticd.checkpointing.memory.shard_server import ServerAddress, ShardClient, own_address_toward
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
 from elasticd.checkpointing.state.shard_plan import ReadRange, map_file
 from elasticd.checkpointing.storage.manifest import STATE, Manifest, shard_names
-from elasticd.errors import CheckpointError
+from elasticd.errors import CheckpointError, Reason
 from elasticd.process_group import WorkerEnvironment
 
-_AHEAD_BYTES = 4 << 20
+_READ_AHEAD_BYTES = 4 << 20
 
 
 @dataclass
@@ -36,27 +36,28 @@ class HeldState:
     """One state, and the nodes with its files."""
 
     snapshot: Snapshot  #: the snapshot of the node that holds state.pt, if any does
-    own: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    owners: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The nodes that hold a file of a sharded state as a part of their own."""
-    copies: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  #: the nodes that hold a copy of it
+    copy_holders: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """The nodes that hold a copy of it."""
     ranks: list[int] = field(default_factory=list)  #: those that hold it in their process; none for one in memory
 
     @cached_property
-    def nodes(self) -> dict[str, list[int]]:
+    def holders(self) -> dict[str, list[int]]:
         """All that hold a file; none of a state that is not sharded."""
-        return {name: self.own[name] + self.copies[name] for name in {*self.own, *self.copies}}
+        return {name: self.owners[name] + self.copy_holders[name] for name in {*self.owners, *self.copy_holders}}
 
     @property
-    def missing(self) -> list[str]:
+    def missing_files(self) -> list[str]:
         """Files that no node holds."""
-        if not self.nodes:
+        if not self.holders:
             return []
-        return [name for name in shard_names(self.snapshot.draft.world_size) if not self.nodes.get(name)]
+        return [name for name in shard_names(self.snapshot.draft.world_size) if not self.holders.get(name)]
 
     @property
-    def copied(self) -> list[str]:
+    def copy_only_files(self) -> list[str]:
         """Files of which there is only a copy: their node is lost."""
-        return sorted(name for name in self.nodes if not self.own.get(name))
+        return sorted(name for name in self.holders if not self.owners.get(name))
 
 
 def find_alike(held: list[Snapshot], draft: Manifest) -> Snapshot | None:
@@ -70,46 +71,46 @@ def find_alike(held: list[Snapshot], draft: Manifest) -> Snapshot | None:
     return max(alike, key=lambda each: each.number, default=None)
 
 
-def checksums(draft: Manifest, held: list[Snapshot], writer: WriterClient | None) -> list[str]:
+def piece_checksums(draft: Manifest, held: list[Snapshot], writer: WriterClient | None) -> list[str]:
     """Those of the pieces of a state of the same step in this node's memory, none without one."""
     alike = find_alike(held, draft)
     if alike is None or writer is None:
         return []
     try:
-        fd, _, _ = writer.open(alike.key)
+        fd, _, _ = writer.open_buffer(alike.key)
         with contextlib.closing(os.fdopen(fd, "rb", 0)):
-            return transfer.checksums(fd, draft.bytes)
+            return transfer.piece_checksums(fd, draft.bytes)
     except (OSError, SnapshotRefused):
         return []
 
 
-def age(state: HeldState) -> tuple[int, int, int, int]:
+def newest_first_key(state: HeldState) -> tuple[int, int, int, int]:
     """The order from the newest one on; of the same step that of the most processes, which takes no time."""
     round, number = state.snapshot.key
     return -round, -state.snapshot.draft.step, -len(state.ranks), -number
 
 
-def report(found: list[Snapshot], writer: WriterClient, who: WorkerEnvironment) -> Message:
-    """This node's states, for `parse`."""
+def node_message(found: list[Snapshot], writer: WriterClient, who: WorkerEnvironment) -> Message:
+    """This node's states, for `merge_messages`."""
     server = None
     if who.nodes > 1 and any(snapshot.files for snapshot in found):
         with contextlib.suppress(OSError, SnapshotRefused):
-            server = serve(writer)
+            server = serve_shards(writer)
     snapshots = [snapshot.to_json().decode() for snapshot in found]
     return {"node": who.node, "server": server, "held": snapshots}
 
 
-def serve(writer: WriterClient) -> Server:
+def serve_shards(writer: WriterClient) -> ServerAddress:
     """The address at which other nodes of this round read this one's shards. Raises SnapshotRefused, OSError."""
-    return writer.serve(address_beside(os.environ["MASTER_ADDR"]))
+    return writer.serve_shards(own_address_toward(os.environ["MASTER_ADDR"]))
 
 
-def parse(every: list[bytes]) -> tuple[list[HeldState], dict[int, Server]]:
+def merge_messages(every: list[bytes]) -> tuple[list[HeldState], dict[int, ServerAddress]]:
     """Return the states that the nodes have together, newest first, and where each node is read. Answers of another
     version are left out.
     """
     states: dict[tuple[int, int, int, int], HeldState] = {}
-    servers: dict[int, Server] = {}
+    servers: dict[int, ServerAddress] = {}
     for message in every:
         try:
             answer = json.loads(message or b"{}")
@@ -127,7 +128,7 @@ def parse(every: list[bytes]) -> tuple[list[HeldState], dict[int, Server]]:
             if STATE in snapshot.files:
                 state.snapshot = snapshot
             for name in snapshot.files:
-                (state.copies if snapshot.is_copy else state.own)[name].append(node)
+                (state.copy_holders if snapshot.is_copy else state.owners)[name].append(node)
     return [states[key] for key in sorted(states, reverse=True)], servers
 
 
@@ -136,18 +137,18 @@ class ShardsInMemory:
 
     def __init__(
         self,
-        key: tuple[int, int],
+        key: SaveKey,
         files: Mapping[str, list[int]],
-        servers: Mapping[int, Server],
+        servers: Mapping[int, ServerAddress],
         writer: WriterClient | None,
         who: WorkerEnvironment,
     ) -> None:
         """`files`: the nodes that hold each of them; `servers`: the address at which each node is read."""
         self._key, self._nodes, self._servers, self._writer = key, files, servers, writer
         self._whose, self._node = (who.job, who.run), who.node
-        self._remote: dict[int, RemoteNode] = {}
+        self._remote: dict[int, ShardClient] = {}
 
-    def check(self) -> str:
+    def check_readable(self) -> Reason:
         """Why this rank cannot read all files, "" if it can."""
         try:
             for nodes in self._nodes.values():
@@ -164,7 +165,7 @@ class ShardsInMemory:
         if self._is_here(nodes):
             assert self._writer is not None
             try:
-                fd, start, size = self._writer.open(self._key, name)
+                fd, start, size = self._writer.open_buffer(self._key, name)
             except SnapshotRefused as refused:
                 raise CheckpointError(str(refused)) from None
             try:
@@ -175,7 +176,7 @@ class ShardsInMemory:
             read_range = _read_ahead(self._connect(nodes[0]), name)
         yield read_range
 
-    def copy(self, name: str) -> int:
+    def copy_to_file(self, name: str) -> int:
         """A file of its own with the content of a small one; returns the descriptor."""
         fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
         try:
@@ -194,27 +195,27 @@ class ShardsInMemory:
     def _is_here(self, nodes: list[int]) -> bool:
         return self._writer is not None and self._node in nodes
 
-    def _connect(self, node: int) -> RemoteNode:
+    def _connect(self, node: int) -> ShardClient:
         if node not in self._remote:
             if node not in self._servers:
                 raise CheckpointError(f"node {node} does not serve what it has in memory")
             try:
-                self._remote[node] = RemoteNode(self._servers[node], *self._whose, self._key)
+                self._remote[node] = ShardClient(self._servers[node], *self._whose, self._key)
             except OSError as error:
                 raise CheckpointError(f"node {node} cannot be reached: {error}") from error
         return self._remote[node]
 
 
-def _read_ahead(remote: RemoteNode, name: str) -> ReadRange:
+def _read_ahead(remote: ShardClient, name: str) -> ReadRange:
     """Pieces of a file in ascending order: small ones are read together."""
-    end = remote.size(name)
+    end = remote.file_size(name)
     first, ahead = 0, memoryview(b"")
 
     def read_range(start: int, size: int | None) -> memoryview:
         nonlocal first, ahead
         size = end - start if size is None else size
         if not first <= start <= start + size <= first + len(ahead):
-            ahead = memoryview(bytearray(max(size, min(_AHEAD_BYTES, end - start))))
+            ahead = memoryview(bytearray(max(size, min(_READ_AHEAD_BYTES, end - start))))
             remote.read(name, start, ahead)
             first = start
         return ahead[start - first : start - first + size]

@@ -12,12 +12,12 @@ import mmap
 import os
 import threading
 
-from elasticd.checkpointing.memory.buffers import COUNT
+from elasticd.checkpointing.memory.buffers import OWN_BUFFER_COUNT
 from elasticd.checkpointing.storage.atomic_write import write_at
 
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of linux/mman.h, since Linux 5.14. Of a shared mapping such pages can be written, too."""
-_STEP_BYTES = 16 << 20
+_MAP_PIECE_BYTES = 16 << 20
 """The bytes that are mapped at once, in 2 ms, until it looks whether it is to end."""
 
 
@@ -27,15 +27,15 @@ class MappedBuffers:
     def __init__(self) -> None:
         self._buffers: dict[int, MappedBuffer] = {}
 
-    def begin(self, fd: int) -> MappedBuffer:
+    def begin_copy(self, fd: int) -> MappedBuffer:
         """The buffer for one copy."""
         inode = os.fstat(fd).st_ino
         buffer = self._buffers.get(inode)
-        if buffer is None and len(self._buffers) == COUNT:
+        if buffer is None and len(self._buffers) == OWN_BUFFER_COUNT:
             self.close()  # buffers of a launcher that has died
         if buffer is None or not buffer.fits:
             buffer = self._buffers[inode] = MappedBuffer()
-        buffer.begin(fd)
+        buffer.begin_copy(fd)
         return buffer
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class MappedBuffers:
 
 
 class MappedBuffer:
-    """One buffer: `begin`, any number of `write`, `end`."""
+    """One buffer: `begin_copy`, any number of `write`, `end_copy`."""
 
     def __init__(self) -> None:
         self.fits = True
@@ -63,7 +63,7 @@ class MappedBuffer:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def begin(self, fd: int) -> None:
+    def begin_copy(self, fd: int) -> None:
         self._fd = fd
         self._safe = min(self._mapped, os.fstat(fd).st_size)
 
@@ -82,7 +82,7 @@ class MappedBuffer:
         self.fits = not self._mapped
         write_at(self._fd, offset, memoryview(data))
 
-    def end(self) -> None:
+    def end_copy(self) -> None:
         """Map the buffer for the next copies, unless that has been done."""
         if self._thread is None and self._written:
             fd = os.dup(self._fd)
@@ -107,9 +107,9 @@ class MappedBuffer:
         madvise = ctypes.CDLL(None).madvise  # mmap's own holds the GIL
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for start, end in self._written:
-            for at in range(start // mmap.PAGESIZE * mmap.PAGESIZE, end, _STEP_BYTES):
+            for at in range(start // mmap.PAGESIZE * mmap.PAGESIZE, end, _MAP_PIECE_BYTES):
                 if self._closed:
                     return
                 # An error on an older kernel: the next copy finds the pages.
-                madvise(self._address + at, min(_STEP_BYTES, end - at), _POPULATE_READ)
+                madvise(self._address + at, min(_MAP_PIECE_BYTES, end - at), _POPULATE_READ)
         self._mapped = len(mapped)

@@ -10,21 +10,23 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from elasticd.errors import Reason
+
 SPARE_BYTES = 64 << 20
 """Memory that states leave for everything else."""
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUPS_FILE = Path("/proc/self/cgroup")
 
 
 def available_bytes() -> tuple[int, str]:
     """The smallest of the limits, and its name. What cannot be read is no limit."""
-    limits = [(_machine(), "of this machine's memory")]
-    for group, unified in _groups():
-        while group.is_relative_to(_CGROUPS):
+    limits = [(_machine_available_bytes(), "of this machine's memory")]
+    for group, unified in _own_cgroups():
+        while group.is_relative_to(_CGROUP_ROOT):
             try:
                 limit = int((group / ("memory.max" if unified else "memory.limit_in_bytes")).read_bytes())
                 used = int((group / ("memory.current" if unified else "memory.usage_in_bytes")).read_bytes())
-                limits.append((limit - used + _reclaimable(group), f"below the memory limit of {limit >> 20} MB"))
+                limits.append((limit - used + _reclaimable_bytes(group), f"below the memory limit of {limit >> 20} MB"))
             except (OSError, ValueError):
                 pass  # the root group, or no limit ("max")
             group = group.parent
@@ -35,7 +37,7 @@ def oom_kills() -> int:
     """The number of processes of this process's cgroup that the kernel has killed for lack of memory; 0 where it does
     not say.
     """
-    for group, unified in _groups():
+    for group, unified in _own_cgroups():
         try:
             lines = (group / ("memory.events" if unified else "memory.oom_control")).read_bytes().splitlines()
             return next(int(count) for name, count in map(bytes.split, lines) if name == b"oom_kill")
@@ -44,15 +46,15 @@ def oom_kills() -> int:
     return 0
 
 
-def _groups() -> Iterator[tuple[Path, bool]]:
+def _own_cgroups() -> Iterator[tuple[Path, bool]]:
     """This process's cgroup, in version 2 (True) and under version 1's memory controller."""
     for unified, controller in ((True, ""), (False, "memory")):
-        group = _CGROUPS / controller / _own_group(controller).lstrip("/")
+        group = _CGROUP_ROOT / controller / _own_cgroup_path(controller).lstrip("/")
         # A container may see its own group as the root.
-        yield group if group.exists() else _CGROUPS / controller, unified
+        yield group if group.exists() else _CGROUP_ROOT / controller, unified
 
 
-def _machine() -> int:
+def _machine_available_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text(errors="replace").splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -60,23 +62,23 @@ def _machine() -> int:
         return 1 << 62
 
 
-def _own_group(controller: str) -> str:
+def _own_cgroup_path(controller: str) -> str:
     """The group of this process, in version 2 ("") or under a controller of version 1."""
     try:
-        lines = os.fsdecode(_OWN_GROUPS.read_bytes()).splitlines()
+        lines = os.fsdecode(_OWN_CGROUPS_FILE.read_bytes()).splitlines()
     except OSError:
         return ""
     fields = [line.split(":", 2) for line in lines]
     return next((path for _, controllers, path in fields if controller in controllers.split(",")), "")
 
 
-def _reclaimable(group: Path) -> int:
+def _reclaimable_bytes(group: Path) -> int:
     """Pages of files: the kernel drops them before it refuses memory."""
     fields = dict(line.split() for line in (group / "memory.stat").read_text(errors="replace").splitlines())
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
-def refusal(size: int, buffers: list[int]) -> str:
+def no_memory_reason(size: int, buffers: list[int]) -> Reason:
     """Why there is no memory for a state of `size` bytes in each of these files, "" if there is."""
     sizes = [os.fstat(fd).st_blocks * 512 for fd in buffers]
     need = sum(max(size - used, 0) for used in sizes) + SPARE_BYTES

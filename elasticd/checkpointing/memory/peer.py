@@ -11,13 +11,13 @@ def process_has_ended(connection: socket.socket) -> bool:
     """True if the process has ended with all of its threads: the main thread may be gone while another one still
     writes.
     """
-    fields = _stat(connection)
-    return not fields or (fields[0] in "ZX" and int(fields[_THREADS]) <= 1)
+    fields = _stat_fields(connection)
+    return not fields or (fields[0] in "ZX" and int(fields[_THREADS_FIELD]) <= 1)
 
 
-def runs(connection: socket.socket) -> bool:
+def is_running(connection: socket.socket) -> bool:
     """It is neither stopped nor dead."""
-    fields = _stat(connection)
+    fields = _stat_fields(connection)
     return bool(fields) and fields[0] not in "TtZX"
 
 
@@ -27,11 +27,11 @@ def pid(connection: socket.socket) -> int:
     return number
 
 
-_THREADS = 17
+_THREADS_FIELD = 17
 """num_threads of proc_pid_stat(5), counted from the state."""
 
 
-def _stat(connection: socket.socket) -> list[str]:
+def _stat_fields(connection: socket.socket) -> list[str]:
     """The fields of /proc from the state on; none for a process that is not there any more."""
     try:
         return Path("/proc", str(pid(connection)), "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -23,38 +23,38 @@ from dataclasses import replace
 from typing import Any
 
 from elasticd.channel import Message
-from elasticd.checkpointing.memory.buffers import PARTNER, PROTOCOL, Buffers, Snapshot
+from elasticd.checkpointing.memory.buffers import PARTNER_BUFFER, PROTOCOL_VERSION, Buffers, SaveKey, Snapshot
 from elasticd.checkpointing.memory.memory_limit import SPARE_BYTES, available_bytes
 from elasticd.checkpointing.storage.atomic_write import write_at
-from elasticd.errors import CheckpointError
+from elasticd.errors import CheckpointError, Reason
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
-Server = Sequence[Any]
+ServerAddress = Sequence[Any]
 """Address, port and secret of a node's writer."""
-NICE = 10
+COPY_NICENESS = 10
 """The niceness of threads that copy: where cores are scarce, training comes first."""
 CONNECT_S, PATIENCE_S = 3.0, 30.0
 """To reach the other side, and its longest pause."""
-WHOLE_S = 60.0
+WHOLE_STATE_WAIT_S = 60.0
 """The time that a partner waits for all ranks of the other node to have copied their parts."""
 _PIECE_BYTES = 4 << 20
-_LONGEST_LINE = 2 << 20
+_LONGEST_LINE_BYTES = 2 << 20
 _MOST_CONNECTIONS = 1024
 
 
-class RemoteNode:
+class ShardClient:
     """A connection to another node's writer, for one state. Raises OSError, and CheckpointError for a refusal."""
 
-    def __init__(self, server: Server, job: str, run: str, key: tuple[int, int]) -> None:
+    def __init__(self, server: ServerAddress, job: str, run: str, key: SaveKey) -> None:
         """Connect to the writer at `server` for the state `key`: the round, and the number of the save in it."""
         host, port, secret = server
-        own = {"version": PROTOCOL, "secret": secret, "job": job, "run": run}
+        own = {"version": PROTOCOL_VERSION, "secret": secret, "job": job, "run": run}
         self._request = {**own, "round": key[0], "number": key[1]}
         self._socket = socket.create_connection((host, port), CONNECT_S)
         self._socket.settimeout(PATIENCE_S)
         self._answers = self._socket.makefile("rb", buffering=1 << 16)
 
-    def state(self, wait_s: float = 0.0) -> Snapshot:
+    def wait_for_snapshot(self, wait_s: float = 0.0) -> Snapshot:
         """The part that is held there; waits until it is whole."""
         self._socket.settimeout(PATIENCE_S + wait_s)
         try:
@@ -62,7 +62,7 @@ class RemoteNode:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"it describes its part in another way: {error!r}") from error
 
-    def size(self, file: str) -> int:
+    def file_size(self, file: str) -> int:
         """The size of a file in bytes."""
         return int(self._ask(file=file, start=0, size=0)["file_size"])
 
@@ -78,7 +78,7 @@ class RemoteNode:
 
     def _ask(self, **what: Any) -> Message:
         self._socket.sendall(json.dumps({**self._request, **what}).encode() + b"\n")
-        line = self._answers.readline(_LONGEST_LINE)
+        line = self._answers.readline(_LONGEST_LINE_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the other node has ended the connection")
         answer: Message = json.loads(line)
@@ -99,7 +99,7 @@ class ShardServer:
         self._buffers, self._changed = buffers, changed
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.listener = socket.create_server((address, 0), family=family)
-        self.server: Server = (address, self.listener.getsockname()[1], secrets.token_hex(16))
+        self.server: ServerAddress = (address, self.listener.getsockname()[1], secrets.token_hex(16))
         self._connections = threading.Semaphore(_MOST_CONNECTIONS)
 
     def accept(self) -> None:
@@ -113,7 +113,7 @@ class ShardServer:
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one connection's requests until it ends. A request that is not one of ours ends it."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COPY_NICENESS)
         patience = struct.pack("ll", int(PATIENCE_S), 0)
         try:
             with connection, connection.makefile("rb") as requests:
@@ -133,10 +133,10 @@ class ShardServer:
         The buffer may be given to a newer state meanwhile, and the reader gets bytes of both. It finds out by asking
         for the state once more at its end (see the module).
         """
-        if not hmac.compare_digest(str(request["secret"]), self.server[2]) or request["version"] != PROTOCOL:
+        if not hmac.compare_digest(str(request["secret"]), self.server[2]) or request["version"] != PROTOCOL_VERSION:
             raise ValueError("a stranger")
         file = request.get("file", "")
-        place = self._find(request, file)
+        place = self._wait_for_buffer(request, file)
         if place is None or not file:
             refused = {"refused": "that state is not in its memory"}
             answer = refused if place is None else {"snapshot": place[1].to_json().decode()}
@@ -154,13 +154,13 @@ class ShardServer:
                 raise OSError("a smaller state has taken its place")
             at += count
 
-    def _find(self, request: Message, file: str) -> tuple[int, Snapshot] | None:
+    def _wait_for_buffer(self, request: Message, file: str) -> tuple[int, Snapshot] | None:
         """Return the buffer with the state, waiting for it to be whole as long as the request allows."""
         key, whose = (request["round"], request["number"]), (request["job"], request["run"])
-        deadline = time.monotonic() + min(request.get("wait_s", 0.0), WHOLE_S)
+        deadline = time.monotonic() + min(request.get("wait_s", 0.0), WHOLE_STATE_WAIT_S)
 
         def held() -> tuple[int, Snapshot] | None:
-            number = self._buffers.find(key, file, copies=bool(file))
+            number = self._buffers.find(key, file, with_copies=bool(file))
             snapshot = None if number is None else self._buffers.held[number]
             if number is None or snapshot is None or (snapshot.draft.job, snapshot.draft.run) != whose:
                 return None
@@ -185,14 +185,14 @@ class PartnerCopy:
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="partner-copy", daemon=True)
 
-    def request(self, own: Snapshot, partner: Message | None) -> None:
+    def request_copy(self, own: Snapshot, partner: Message | None) -> None:
         """Copy what `partner` has of the state `own`: {server, node, events, rank}. With `changed` held.
 
         None: no copy is needed any more.
         """
         if partner is None:
-            self._buffers.erase(PARTNER)
-            os.ftruncate(self._buffers.fds[PARTNER], 0)
+            self._buffers.erase_header(PARTNER_BUFFER)
+            os.ftruncate(self._buffers.fds[PARTNER_BUFFER], 0)
             return
         self._wanted = {**partner, "own": own}
         self._changed.notify_all()
@@ -201,15 +201,15 @@ class PartnerCopy:
 
     def _run(self) -> None:
         """Make one copy after the other; a request that arrives during a copy replaces it."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COPY_NICENESS)
         while True:
             with self._changed:
                 while (wanted := self._wanted) is None:
                     self._changed.wait()
                 self._wanted = None
-            self._try(wanted)
+            self._copy_and_report(wanted)
 
-    def _try(self, wanted: Message) -> None:
+    def _copy_and_report(self, wanted: Message) -> None:
         """Make one copy. A failure is a sentence, once, and no reason to end anything: the disk has
         or gets the state.
         """
@@ -230,7 +230,7 @@ class PartnerCopy:
     def _copy(self, wanted: Message) -> bool:
         """False: the state was never whole there, and a later save has begun."""
         draft, key = wanted["own"].draft, wanted["own"].key
-        remote = RemoteNode(wanted["server"], draft.job, draft.run, key)
+        remote = ShardClient(wanted["server"], draft.job, draft.run, key)
         with contextlib.closing(remote):
             snapshot = self._wait_for_state(remote)
             if snapshot is None:
@@ -239,48 +239,48 @@ class PartnerCopy:
                 raise CheckpointError(f"it holds step {snapshot.draft.step}, not {draft.step}")
             size = max((at + size for at, size in snapshot.files.values()), default=0)
             with self._changed:
-                if why := self._refusal(size):
+                if why := self._no_memory_reason(size):
                     raise CheckpointError(why)
-                self._buffers.erase(PARTNER)
-                self._buffers.grow(PARTNER, size)
+                self._buffers.erase_header(PARTNER_BUFFER)
+                self._buffers.grow(PARTNER_BUFFER, size)
             piece = memoryview(bytearray(min(_PIECE_BYTES, max(size, 1))))
             for name, (offset, length) in snapshot.files.items():
                 for start in range(0, length, len(piece)):
                     part = piece[: min(len(piece), length - start)]
                     remote.read(name, start, part)
-                    write_at(self._buffers.fds[PARTNER], offset + start, part)
+                    write_at(self._buffers.fds[PARTNER_BUFFER], offset + start, part)
                     if self._wanted is not None:
                         raise CheckpointError("the next save began before it was copied")
-            remote.state()  # it was there all the time
+            remote.wait_for_snapshot()  # it was there all the time
             with self._changed:
                 copy = replace(snapshot, task=None, path="", is_copy=True)
-                self._buffers.trim(PARTNER, copy)
-                self._buffers.describe(PARTNER, copy)
+                self._buffers.trim(PARTNER_BUFFER, copy)
+                self._buffers.write_header(PARTNER_BUFFER, copy)
         return True
 
-    def _wait_for_state(self, remote: RemoteNode) -> Snapshot | None:
+    def _wait_for_state(self, remote: ShardClient) -> Snapshot | None:
         """Wait until all ranks of the other node have copied their parts. None: a later save has begun."""
-        deadline = time.monotonic() + WHOLE_S
+        deadline = time.monotonic() + WHOLE_STATE_WAIT_S
         while self._wanted is None:
             try:
-                return remote.state(1.0)
+                return remote.wait_for_snapshot(1.0)
             except CheckpointError:
                 if time.monotonic() > deadline:
                     raise
         return None
 
-    def _refusal(self, size: int) -> str:
+    def _no_memory_reason(self, size: int) -> Reason:
         """Why there is no memory for a copy, beside what this node's own part will take; "" if there is."""
         status = [os.fstat(fd) for fd in self._buffers.fds]
-        lacking = [max(buffer.st_size - buffer.st_blocks * 512, 0) for buffer in status[:PARTNER]]
-        need = max(size - status[PARTNER].st_blocks * 512, 0) + sum(lacking) + SPARE_BYTES
+        lacking = [max(buffer.st_size - buffer.st_blocks * 512, 0) for buffer in status[:PARTNER_BUFFER]]
+        need = max(size - status[PARTNER_BUFFER].st_blocks * 512, 0) + sum(lacking) + SPARE_BYTES
         left, where = available_bytes()
         if need <= left:
             return ""
         return f"a copy of {size >> 20} MB takes {need >> 20} MB more, and {max(left, 0) >> 20} MB are left {where}"
 
 
-def address_beside(master: str) -> str:
+def own_address_toward(master: str) -> str:
     """This node's address on the way to `master`, the address of rank 0's node. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -30,48 +30,51 @@ from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, st
 from elasticd.checkpointing.storage.lineage import Entry
 from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, FileState, Manifest
 from elasticd.checkpointing.storage.object_store import store_of
+from elasticd.errors import Reason
 
-PART_S = 600.0
+PART_WAIT_S = 600.0
 """The wait for another node to write its files once the first one has written its own."""
 _POLL_S, _STORE_POLL_S = 0.02, 0.5
 
-Content = Callable[[HashingFile], None]
-Found = TypeVar("Found")
+WriteContent = Callable[[HashingFile], None]
+_Result = TypeVar("_Result")
 
 
-def write(own: Mapping[str, Content], snapshot: Snapshot, gives_up: Callable[[], str]) -> Entry | None:
+def write_own_files(
+    own: Mapping[str, WriteContent], snapshot: Snapshot, why_give_up: Callable[[], Reason]
+) -> Entry | None:
     """Write this node's own files of a state in memory; the first node's result is the checkpoint.
 
-    Raises OSError, also when another node does not write its part, or when `gives_up` returns a reason.
+    Raises OSError, also when another node does not write its part, or when `why_give_up` returns a reason.
     """
     task, draft = snapshot.task, snapshot.draft
     assert task is not None
     if task.node == 0:
         return checkpoint_files.write(
-            task.directory, draft, lambda staging: _commit(staging, draft, own, task, gives_up), task.token
+            task.directory, draft, lambda staging: _write_and_merge(staging, draft, own, task, why_give_up), task.token
         )
     directory = Path(task.directory)
     folder = staging_path(directory, draft.round, draft.step, task.token)
     store = store_of(directory)
     if store is None:
-        _wait(lambda: (folder / MANIFEST).exists() or None, gives_up, "the first node has not begun to write")
+        _wait_for(lambda: (folder / MANIFEST).exists() or None, why_give_up, "the first node has not begun to write")
     part = write_other_part(directory, draft, task.token, task.node, own)
     if store is not None:
         store.put_part(store.free_name(draft.name), _part_name(task, task.node), json.dumps(part).encode())
     else:
-        put_part(folder / _part_name(task, task.node), part)
+        report_part(folder / _part_name(task, task.node), part)
     return None
 
 
-def contents(buffers: Buffers, number: int, snapshot: Snapshot) -> dict[str, Content]:
+def file_contents(buffers: Buffers, number: int, snapshot: Snapshot) -> dict[str, WriteContent]:
     """The files of a state in a buffer."""
     if not snapshot.files:
-        return {STATE: lambda file: file.write_pages(buffers.pages(number, snapshot.draft.bytes))}
+        return {STATE: lambda file: file.write_pages(buffers.map_pages(number, snapshot.draft.bytes))}
     fd, places = buffers.fds[number], snapshot.files.items()
     return {name: functools.partial(HashingFile.copy, source=fd, start=at, size=size) for name, (at, size) in places}
 
 
-def write_part(folder: Path, contents: Mapping[str, Content]) -> Message:
+def write_part(folder: Path, contents: Mapping[str, WriteContent]) -> Message:
     """Write the files that are not there, or being written; returns {files} or {error}, as JSON has them."""
     files: dict[str, FileState] = {}
     try:
@@ -83,7 +86,7 @@ def write_part(folder: Path, contents: Mapping[str, Content]) -> Message:
         return {"error": str(error)}
 
 
-def put_part(path: Path, part: Mapping[str, Any]) -> None:
+def report_part(path: Path, part: Mapping[str, Any]) -> None:
     """Report what `write_part` returned to the node that commits the checkpoint. Raises OSError."""
     data = json.dumps(part).encode()
     write_file(path.with_suffix(".tmp"), lambda file: file.write(data))
@@ -91,7 +94,7 @@ def put_part(path: Path, part: Mapping[str, Any]) -> None:
 
 
 def write_other_part(
-    directory: Path, draft: Manifest, token: str, number: int, contents: Mapping[str, Content]
+    directory: Path, draft: Manifest, token: str, number: int, contents: Mapping[str, WriteContent]
 ) -> Message:
     """Write the part of another node or rank than the first, to the place where the first one publishes it."""
     store = store_of(directory)
@@ -108,7 +111,7 @@ def write_other_part(
         return {"error": str(error)}
 
 
-def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileState]:
+def merge_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileState]:
     """All files of all parts, each by what its error begins with. Raises OSError for a part with an error."""
     for who, part in parts.items():
         if "error" in part:
@@ -116,8 +119,12 @@ def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileState]:
     return {name: (size, checksum) for part in parts.values() for name, (size, checksum) in part["files"].items()}
 
 
-def _commit(
-    staging: Staging, draft: Manifest, contents: Mapping[str, Content], task: WriteTask, gives_up: Callable[[], str]
+def _write_and_merge(
+    staging: Staging,
+    draft: Manifest,
+    contents: Mapping[str, WriteContent],
+    task: WriteTask,
+    why_give_up: Callable[[], Reason],
 ) -> dict[str, FileState]:
     parts = {"": write_part(staging.path, contents)}
     store = store_of(task.directory)
@@ -125,12 +132,12 @@ def _commit(
         slow = f"node {node} has not written its part; do all nodes share {task.directory}?"
         name = _part_name(task, node)
         if store is None:
-            taken = _wait(functools.partial(_take, staging.path / name), gives_up, slow)
+            taken = _wait_for(functools.partial(_take_part, staging.path / name), why_give_up, slow)
         else:
             take = functools.partial(store.take_part, store.free_name(draft.name), name)
-            taken = _wait(take, gives_up, f"node {node} has not put its part", _STORE_POLL_S)
+            taken = _wait_for(take, why_give_up, f"node {node} has not put its part", _STORE_POLL_S)
         parts[f"node {node}: "] = json.loads(taken)
-    return merge(parts)
+    return merge_parts(parts)
 
 
 def _part_name(task: WriteTask, node: int) -> str:
@@ -140,7 +147,7 @@ def _part_name(task: WriteTask, node: int) -> str:
     return f"part-{node}.json" if store_of(task.directory) is None else f"part-{node}.{task.token}.json"
 
 
-def _take(path: Path) -> bytes | None:
+def _take_part(path: Path) -> bytes | None:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -149,16 +156,18 @@ def _take(path: Path) -> bytes | None:
     return content
 
 
-def _wait(ready: Callable[[], Found | None], gives_up: Callable[[], str], slow: str, poll_s: float = _POLL_S) -> Found:
-    deadline = time.monotonic() + PART_S
+def _wait_for(
+    ready: Callable[[], _Result | None], why_give_up: Callable[[], Reason], slow: str, poll_s: float = _POLL_S
+) -> _Result:
+    deadline = time.monotonic() + PART_WAIT_S
     while (result := ready()) is None:
-        if why := gives_up() or (f"for {PART_S:g} s {slow}" if time.monotonic() > deadline else ""):
+        if why := why_give_up() or (f"for {PART_WAIT_S:g} s {slow}" if time.monotonic() > deadline else ""):
             raise OSError(why)
         time.sleep(poll_s)
     return result
 
 
-def stream(content: Iterator[bytes | memoryview]) -> Content:
+def stream(content: Iterator[bytes | memoryview]) -> WriteContent:
     def fill(file: HashingFile) -> None:
         for piece in content:
             file.write(piece)

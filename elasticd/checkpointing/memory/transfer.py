@@ -18,39 +18,39 @@ from elasticd.checkpointing.storage.manifest import Checksum
 from elasticd.errors import CheckpointError
 from elasticd.process_group import DefaultGroup
 
-SENT_BYTES = 64 << 20
+MOST_BYTES_AT_ONCE = 64 << 20
 """The most that is sent at once, and the most that is received beside a state that a node has already."""
-_LEAST_BYTES = 1 << 20
+_LEAST_PIECE_BYTES = 1 << 20
 _MOST_PIECES = 1024
 _READ_BYTES = 1 << 20
-_SHORTER = "the state is shorter than its description"
+_SHORTER_REASON = "the state is shorter than its description"
 
 Span = tuple[int, int]
 """Offset and end."""
 
 
-def _pieces(size: int) -> list[Span]:
-    step = max(-(-size // _MOST_PIECES // 4096) * 4096, _LEAST_BYTES)
+def _piece_spans(size: int) -> list[Span]:
+    step = max(-(-size // _MOST_PIECES // 4096) * 4096, _LEAST_PIECE_BYTES)
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def checksums(fd: int, size: int) -> list[str]:
+def piece_checksums(fd: int, size: int) -> list[str]:
     """Checksums of each piece of a state of `size` bytes. Raises OSError."""
     buffer = memoryview(bytearray(_READ_BYTES))
     sums = []
-    for start, end in _pieces(size):
+    for start, end in _piece_spans(size):
         checksum = Checksum()
         while start < end:
             count = os.preadv(fd, [buffer[: end - start]], start)
             if not count:
-                raise OSError(_SHORTER)
+                raise OSError(_SHORTER_REASON)
             checksum.update(buffer[:count])
             start += count
         sums.append(str(checksum))
     return sums
 
 
-class Answer(TypedDict):
+class ReadAnswer(TypedDict):
     """A rank's answer to the question whether it can read the state."""
 
     host: str
@@ -68,7 +68,7 @@ class SendingPlan(TypedDict):
     patched: bool
 
 
-def plan_sending(name: str, answers: list[Answer], size: int) -> SendingPlan:
+def plan_sending(name: str, answers: list[ReadAnswer], size: int) -> SendingPlan:
     """The least that has to be sent so that all ranks have the state. Raises CheckpointError if no rank has it."""
     hosts = {answer["host"] for answer in answers if answer["error"]}
     senders = [rank for rank, answer in enumerate(answers) if not answer["error"]]
@@ -81,27 +81,29 @@ def plan_sending(name: str, answers: list[Answer], size: int) -> SendingPlan:
     known = [answers[rank]["pieces"] for rank in receivers if answers[rank]["first"]]
     if not sent or not known or any(len(pieces) != len(sent) for pieces in known):
         return whole
-    spans = [span for at, span in enumerate(_pieces(size)) if any(pieces[at] != sent[at] for pieces in known)]
-    if sum(end - start for start, end in spans) > SENT_BYTES:
+    spans = [span for at, span in enumerate(_piece_spans(size)) if any(pieces[at] != sent[at] for pieces in known)]
+    if sum(end - start for start, end in spans) > MOST_BYTES_AT_ONCE:
         return whole
     return {**whole, "spans": spans, "patched": True}
 
 
-def broadcast(
+def broadcast_spans(
     fd: int, sender: int, spans: Iterable[Span], group: DefaultGroup, write: Callable[[int, memoryview], None] | None
 ) -> None:
     """Send these spans of the file `fd` of one rank to all; `write(offset, data)` where they are kept.
 
     All ranks call it. Raises OSError.
     """
-    parts = [(at, min(at + SENT_BYTES, end)) for start, end in spans for at in range(start, end, SENT_BYTES)]
+    parts = [
+        (at, min(at + MOST_BYTES_AT_ONCE, end)) for start, end in spans for at in range(start, end, MOST_BYTES_AT_ONCE)
+    ]
     host = torch.empty(max((end - start for start, end in parts), default=0), dtype=torch.uint8)
     view = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
     for start, end in parts:
         count, done = end - start, 0
         while group.rank == sender and done < count:
             if not (read := os.preadv(fd, [view[done:count]], start + done)):
-                raise OSError(_SHORTER)
+                raise OSError(_SHORTER_REASON)
             done += read
         piece = host[:count].to(group.device)
         dist.broadcast(piece, src=sender)

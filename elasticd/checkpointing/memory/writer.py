@@ -59,45 +59,43 @@ from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file, isolated: the package of this copy comes before an installed one
-    _PLACE = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
-    sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
+    _SITE_PACKAGES_INDEX = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
+    sys.path.insert(_SITE_PACKAGES_INDEX, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
 from elasticd import channel
 from elasticd.channel import Message
 from elasticd.checkpointing.memory import peer, state_files
 from elasticd.checkpointing.memory.buffers import (
-    ANOTHER_SAVES,
-    COUNT,
-    KILLED,
-    PROTOCOL,
-    STILL_COPIED,
+    ANOTHER_SAVES_REASON,
+    OWN_BUFFER_COUNT,
+    PROTOCOL_VERSION,
+    STILL_COPIED_REASON,
+    WRITER_KILLED_REASON,
+    BufferFill,
     Buffers,
-    Fill,
+    SaveKey,
     Snapshot,
     WriteTask,
     donated_step,
 )
 from elasticd.checkpointing.memory.donor_requests import DonorRequests
-from elasticd.checkpointing.memory.last_write import FLUSH_PARTS_S, PARTS_WHEN_ENDED_S, LastWrite
-from elasticd.checkpointing.memory.memory_limit import oom_kills, refusal
-from elasticd.checkpointing.memory.shard_server import NICE, PartnerCopy, ShardServer
+from elasticd.checkpointing.memory.last_write import PARTS_WAIT_AT_FLUSH_S, PARTS_WAIT_WHEN_ENDED_S, LastWrite
+from elasticd.checkpointing.memory.memory_limit import no_memory_reason, oom_kills
+from elasticd.checkpointing.memory.shard_server import COPY_NICENESS, PartnerCopy, ShardServer
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 from elasticd.checkpointing.storage.lineage import Entry
 from elasticd.checkpointing.storage.manifest import Manifest, parse, read
 from elasticd.checkpointing.storage.retention import retain
-from elasticd.errors import CheckpointError
+from elasticd.errors import CheckpointError, Reason
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
-ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's protocol"
-DIVERGED = "the ranks of this node hold different states"
-FIRST_STEPS_S = 1.0
+ANOTHER_VERSION_REASON = "the script's elasticd speaks another version of the writer's protocol"
+DIVERGED_REASON = "the ranks of this node hold different states"
+REST_AFTER_RESUME_S = 1.0
 """After a round has resumed, nothing is written for so long: memory has the state, and training begins."""
 KEPT_RESULTS = 16
 """The number of results that are remembered for ranks that ask later."""
-
-Key = tuple[int, int]
-"""The round, and the number of the save in it."""
 
 
 class Writer:
@@ -106,13 +104,13 @@ class Writer:
     def __init__(self, listener: socket.socket, buffers: Buffers) -> None:
         self._listener = listener
         self._buffers = buffers
-        self._fills: list[Fill] = []
+        self._fills: list[BufferFill] = []
         """The last one first; an older one only while a rank still copies into it."""
-        self._whole_at: dict[Key, float] = {}
+        self._whole_at: dict[SaveKey, float] = {}
         self._diverged = -1
         """The last round whose ranks held different states: share 0 is the whole state from then on."""
-        self._results: dict[Key, Message] = {}
-        self._waiting: list[tuple[Key | None, socket.socket]] = []
+        self._results: dict[SaveKey, Message] = {}
+        self._waiting: list[tuple[SaveKey | None, socket.socket]] = []
         """None: for the end of all sharded writes."""
         self._rests_until, self._parts_until = 0.0, float("inf")
         """Nothing is written before; how long the sharded write waits for the parts of other nodes."""
@@ -140,10 +138,12 @@ class Writer:
             "open": self._do_open,
             "adopt": self._do_adopt,
             "serve": self._do_serve,
-            "donor": lambda rank, message: self._donors.add(rank, message["round"]),
+            "donor": lambda rank, message: self._donors.add_donor(rank, message["round"]),
             "donate": self._do_donate,
-            "saving": lambda rank, _: self._donors.begun(rank),
-            "donated": lambda rank, message: self._donors.done(rank, message.get("held", 0), message.get("saved", 0)),
+            "saving": lambda rank, _: self._donors.mark_begun(rank),
+            "donated": lambda rank, message: self._donors.mark_done(
+                rank, message.get("held", 0), message.get("saved", 0)
+            ),
             "flush": self._do_flush,
             "wait": self._do_wait,
             "settle": self._do_settle,
@@ -177,11 +177,13 @@ class Writer:
     def _is_idle(self) -> bool:
         """True if nothing is being copied, donated or written."""
         with self._changed:
-            return self._is_done() and not (self._donors.are_busy or any(fill.copying for fill in self._fills))
+            return self._is_all_written() and not (
+                self._donors.are_awaited or any(fill.copying for fill in self._fills)
+            )
 
-    def _is_done(self) -> bool:
+    def _is_all_written(self) -> bool:
         """Nothing is left to write."""
-        return not self._tasks() and not (self._is_last and self._last.next() is not None)
+        return not self._due_saves() and not (self._is_last and self._last.next_buffer() is not None)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -198,22 +200,22 @@ class Writer:
             except BlockingIOError:
                 return
             if message is None:
-                self._lost(rank)
-            elif message.get("version", PROTOCOL) != PROTOCOL:
-                why = f"{ANOTHER_VERSION}: {message['version']}, and the launcher's is {PROTOCOL}"
+                self._drop_connection(rank)
+            elif message.get("version", PROTOCOL_VERSION) != PROTOCOL_VERSION:
+                why = f"{ANOTHER_VERSION_REASON}: {message['version']}, and the launcher's is {PROTOCOL_VERSION}"
                 channel.send(rank, {"refused": why})
             else:
                 with self._changed:
                     self._handlers[message["do"]](rank, message)
         except OSError:
-            self._lost(rank)
+            self._drop_connection(rank)
         except Exception as error:  # noqa: BLE001 - what one rank sends must not end what others have in memory
             print(
                 f"elasticd-writer: a message cannot be used ({error!r}): {message!r:.200}", file=sys.stderr, flush=True
             )
-            self._lost(rank)
+            self._drop_connection(rank)
 
-    def _lost(self, rank: socket.socket) -> None:
+    def _drop_connection(self, rank: socket.socket) -> None:
         """The rank has died or closed its session: what it was copying will never be whole."""
         if rank.fileno() < 0:
             return  # known already
@@ -221,9 +223,9 @@ class Writer:
             for fill in self._fills:
                 if rank in fill.copying:
                     fill.copying.discard(rank)
-                    self._fail(fill, "a rank ended while it copied its share of the state")
+                    self._fail_save(fill, "a rank ended while it copied its share of the state")
         self._waiting = [(key, other) for key, other in self._waiting if other is not rank]
-        self._donors.lost(rank)
+        self._donors.drop_connection(rank)
         self._selector.unregister(rank)
         rank.close()
 
@@ -234,31 +236,31 @@ class Writer:
         all.
         """
         key = (message["round"], message["number"])
-        fill = next((fill for fill in self._fills if fill.key == key), None) or self._begin(key, message)
+        fill = next((fill for fill in self._fills if fill.key == key), None) or self._begin_fill(key, message)
         if fill.refused:
             channel.send(rank, {"refused": fill.refused})
             return
         if fill.shares == 1 and message["share"] > 0:
-            channel.send(rank, {"refused": DIVERGED})
+            channel.send(rank, {"refused": DIVERGED_REASON})
             return
         if fill.shares > 1 and fill.digest != message["digest"]:
             self._diverged = message["round"]
-            self._fail(fill, f"{DIVERGED}; rank 0 alone saves it from now on")
+            self._fail_save(fill, f"{DIVERGED_REASON}; rank 0 alone saves it from now on")
         fill.copying.add(rank)
         fd = self._buffers.fds[fill.buffer]
         answer = {"shares": fill.shares, "like": bool(message.get("like"))}
         channel.send(rank, answer, fd)
 
-    def _begin(self, key: Key, message: Message) -> Fill:
+    def _begin_fill(self, key: SaveKey, message: Message) -> BufferFill:
         """Begin a save: choose its buffer, or refuse it.
 
         A save that is older than the last one is refused, except for one at a fault whose last attempt failed. Saves
         that were begun and not finished by all ranks are given up: their ranks have begun this one.
         """
-        fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
-        self._drop_dead()
+        fill = BufferFill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
+        self._drop_ended_ranks()
         if any(fill.repeats(older, message.get("once", False)) for older in self._fills):
-            fill.refused = ANOTHER_SAVES
+            fill.refused = ANOTHER_SAVES_REASON
             return fill
         last = self._fills[0] if self._fills else None
         if last is not None and key < last.key and not (last.failed and donated_step(key[1]) is not None):
@@ -268,35 +270,39 @@ class Writer:
             for copying in list(older.copying):
                 self._receive(copying)  # its report was sent before this save began, and may still be unread
             if len(older.copied) + len(older.copying) < older.shares:
-                self._fail(older, "a later save began before every rank had copied its share")
+                self._fail_save(older, "a later save began before every rank had copied its share")
         self._fills = [older for older in self._fills if older.copying]
         fill.buffer = self._buffer_for(message.get("like"))
         if fill.buffer < 0:
-            fill.refused = STILL_COPIED
+            fill.refused = STILL_COPIED_REASON
         else:
-            usable = self._buffers.fds[:COUNT] if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
-            fill.refused = refusal(message["size"], usable)
+            usable = (
+                self._buffers.fds[:OWN_BUFFER_COUNT]
+                if message.get("copies", 2) == 2
+                else [self._buffers.fds[fill.buffer]]
+            )
+            fill.refused = no_memory_reason(message["size"], usable)
         if not fill.refused or donated_step(key[1]) is None:  # at a fault a rank tries again
             self._fills.insert(0, fill)
         if not fill.refused:
-            self._clear(fill.buffer, message["size"])
+            self._clear_buffer(fill.buffer, message["size"])
         return fill
 
-    def _clear(self, number: int, size: int) -> None:
+    def _clear_buffer(self, number: int, size: int) -> None:
         """Clear a buffer for a new state."""
         snapshot = self._buffers.held[number]
-        self._buffers.erase(number)
+        self._buffers.erase_header(number)
         self._buffers.grow(number, size)
         if snapshot is not None and snapshot.is_due:
             why = "a newer state took its place in memory"
-            self._finish(snapshot, None, why, kind="checkpoint_dropped")
+            self._record_result(snapshot, None, why, kind="checkpoint_dropped")
 
-    def _drop_dead(self) -> None:
+    def _drop_ended_ranks(self) -> None:
         """Ranks whose end is not known yet, as their children hold the connection open."""
         copying = {rank for fill in self._fills for rank in fill.copying}
         for rank in [connection for connection in copying if peer.process_has_ended(connection)]:
             self._receive(rank)  # its report may still be unread
-            self._lost(rank)
+            self._drop_connection(rank)
 
     def _buffer_for(self, key: list[int] | None) -> int:
         """The one with this state, if it is not being written; without a key, a free one. -1 if there is none."""
@@ -309,8 +315,8 @@ class Writer:
         """One that no rank fills and that is not being written; not the only whole state. -1 if there is none."""
         busy = {self._writing, *(fill.buffer for fill in self._fills)}
         if self._writing is None:
-            busy.add(self._buffers.newest())
-        return min(set(range(COUNT)) - busy, default=-1)
+            busy.add(self._buffers.newest_whole())
+        return min(set(range(OWN_BUFFER_COUNT)) - busy, default=-1)
 
     def _do_copied(self, rank: socket.socket, message: Message) -> None:
         key = (message["round"], message["number"])
@@ -323,26 +329,26 @@ class Writer:
         if message["share"] == 0:
             draft = parse(message["draft"].encode())
             assert isinstance(draft, Manifest)
-            fill.snapshot = Snapshot(draft, message["number"], self._task(message))
+            fill.snapshot = Snapshot(draft, message["number"], self._task_of(message))
             fill.partner = message.get("partner")
         if fill.failed:
-            self._fail(fill, fill.failed)
-        elif fill.snapshot is not None and not fill.is_open:
+            self._fail_save(fill, fill.failed)
+        elif fill.snapshot is not None and not fill.is_incomplete:
             try:
                 fill.snapshot = replace(fill.snapshot, files=fill.files)
                 self._buffers.trim(fill.buffer, fill.snapshot)
-                self._buffers.describe(fill.buffer, fill.snapshot)
+                self._buffers.write_header(fill.buffer, fill.snapshot)
                 self._parts_until = float("inf")
                 self._report_whole(fill.snapshot)
                 self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:KEPT_RESULTS])}
                 if fill.files:
-                    self._partner.request(fill.snapshot, fill.partner)
+                    self._partner.request_copy(fill.snapshot, fill.partner)
             except ValueError as error:
-                self._fail(fill, str(error))
+                self._fail_save(fill, str(error))
             fill.snapshot = None
             self._changed.notify_all()
 
-    def _task(self, message: Message) -> WriteTask | None:
+    def _task_of(self, message: Message) -> WriteTask | None:
         """The task of a state; a state that was saved at a fault is written at the end."""
         at_end = message.get("at_end")
         self._last.task = WriteTask(**at_end) if at_end else self._last.task
@@ -354,17 +360,17 @@ class Writer:
             events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
             events.write("snapshot", f"step {snapshot.draft.step} is in memory ({task.why})", snapshot.draft.step)
 
-    def _fail(self, fill: Fill, why: str) -> None:
+    def _fail_save(self, fill: BufferFill, why: str) -> None:
         """The buffer stays without a header. Reported once the rank that has the task is known."""
         fill.failed = why
         if fill.snapshot is not None:
-            self._finish(fill.snapshot, None, why)
+            self._record_result(fill.snapshot, None, why)
             fill.snapshot = None
 
     # --- resuming from a buffer -----------------------------------------------------------------------------------
 
     def _do_find(self, rank: socket.socket, message: Message) -> None:
-        number = message.get("buffer", self._buffers.newest())
+        number = message.get("buffer", self._buffers.newest_whole())
         snapshot = None if number is None else self._buffers.held[number]
         channel.send(rank, {"snapshot": snapshot and snapshot.to_json().decode()})
 
@@ -387,11 +393,11 @@ class Writer:
             if snapshot is None or snapshot.key != (message["round"], message["number"]):
                 continue
             if snapshot.files:  # what is to be written of it stays as it is
-                self._buffers.describe(number, replace(snapshot, adopted=draft.round))
+                self._buffers.write_header(number, replace(snapshot, adopted=draft.round))
             else:
                 task = message["task"] and WriteTask(**message["task"])
-                self._buffers.describe(number, Snapshot(draft, 0, task, snapshot.path))
-                self._rests_until = time.monotonic() + FIRST_STEPS_S
+                self._buffers.write_header(number, Snapshot(draft, 0, task, snapshot.path))
+                self._rests_until = time.monotonic() + REST_AFTER_RESUME_S
         self._changed.notify_all()
         channel.send(rank, {})
 
@@ -413,7 +419,7 @@ class Writer:
     # --- saving at a fault ----------------------------------------------------------------------------------------
 
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
-        self._donors.request(launcher, message["round"], message.get("signum", 0), message.get("stay", ()))
+        self._donors.request_saves(launcher, message["round"], message.get("signum", 0), message.get("stay", ()))
         if oom_kills() > self._oom_kills:
             # The copies may be what was too much: the disk gets them, and no more are made.
             self._is_last = self._gives_up_copies = True
@@ -430,7 +436,7 @@ class Writer:
         self._waiting.append(((message["round"], message["number"]), rank))
 
     def _do_settle(self, rank: socket.socket, message: Message) -> None:
-        self._drop_dead()
+        self._drop_ended_ranks()
         for fill in list(self._fills):
             for copying in list(fill.copying):
                 self._receive(copying)  # its report may have been sent before this request
@@ -464,19 +470,21 @@ class Writer:
                     self._waiting.remove((key, rank))
                     with contextlib.suppress(OSError):
                         channel.send(rank, self._results.get(key) or self._result_in_header(key))
-            flushed = self._flushes if self._is_done() else []
+            flushed = self._flushes if self._is_all_written() else []
         while flushed:
             with contextlib.suppress(OSError):
                 channel.send(flushed.pop(), self._last.result(self._results))
 
-    def _result_in_header(self, key: Key) -> Message:
+    def _result_in_header(self, key: SaveKey) -> Message:
         """The result of this save as an earlier writer process has left it."""
         path = next(
             (snapshot.path for snapshot in self._buffers.held if snapshot is not None and snapshot.key == key), ""
         )
-        return {"saved": bool(path), "path": path, "why": "" if path else KILLED}
+        return {"saved": bool(path), "path": path, "why": "" if path else WRITER_KILLED_REASON}
 
-    def _finish(self, snapshot: Snapshot, entry: Entry | None, why: str, kind: str = "checkpoint_failed") -> None:
+    def _record_result(
+        self, snapshot: Snapshot, entry: Entry | None, why: str, kind: str = "checkpoint_failed"
+    ) -> None:
         """The end of a task, for the ranks and, as a worker event, for the agent."""
         self._results[snapshot.key] = {"saved": entry is not None, "path": str(entry.path) if entry else "", "why": why}
         while len(self._results) > KEPT_RESULTS:
@@ -500,37 +508,38 @@ class Writer:
     # --- the writing thread ---------------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        while (number := self._next()) is not None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COPY_NICENESS)
+        while (number := self._wait_for_due_buffer()) is not None:
             snapshot = self._buffers.held[number]
             assert snapshot is not None
             if not snapshot.files and not self._is_last:
-                self._buffers.provide(number)
+                self._buffers.preallocate_others(number)
             is_last = not snapshot.is_due
             snapshot = replace(snapshot, task=snapshot.task or self._last.task)
             entry, why = self._write(number, snapshot, is_last)
             with self._changed:
                 self._writing = None
                 there = self._buffers.held[number]
-                if there is not None and there.saved == snapshot.saved:  # no later round has made it its own meanwhile
-                    self._buffers.describe(number, there.written(entry.path if entry else None))
-                self._finish(snapshot, entry, why)
+                # A later round may have made it its own meanwhile.
+                if there is not None and there.original_key == snapshot.original_key:
+                    self._buffers.write_header(number, there.as_written(entry.path if entry else None))
+                self._record_result(snapshot, entry, why)
                 if is_last:
-                    self._last.done(snapshot, entry, why)
+                    self._last.mark_done(snapshot, entry, why)
             os.write(self._wake_write, b"\0")
             if entry is not None:
                 self._retain(snapshot)
             if not (self._ending or self._is_last or snapshot.files):
-                self._buffers.provide(number)
+                self._buffers.preallocate_others(number)
 
-    def _next(self) -> int | None:
+    def _wait_for_due_buffer(self) -> int | None:
         """Wait for the buffer with the newest state that is to be written, and mark it; None at the end."""
         with self._changed:
             while True:
-                if self._is_last and (last := self._last.next()) is not None:
+                if self._is_last and (last := self._last.next_buffer()) is not None:
                     self._writing = last
                     return last
-                tasks = self._tasks()
+                tasks = self._due_saves()
                 rest_s = 0.0 if self._ending or self._is_last else self._rests_until - time.monotonic()
                 if tasks and rest_s > 0:
                     self._changed.wait(rest_s)
@@ -542,7 +551,7 @@ class Writer:
                     return None
                 self._changed.wait()
 
-    def _tasks(self) -> list[tuple[Key, int]]:
+    def _due_saves(self) -> list[tuple[SaveKey, int]]:
         """The saves that are to be written, and the buffers that they are in."""
         return [(snapshot.key, at) for at, snapshot in enumerate(self._buffers.held) if snapshot and snapshot.is_due]
 
@@ -557,23 +566,25 @@ class Writer:
             if is_last:
                 return self._last.write(number, snapshot), ""
             if snapshot.path:  # an older round's checkpoint is this state
-                return checkpoint_files.relink(task.directory, _entry(snapshot.path), draft.round), ""
-            own = state_files.contents(self._buffers, number, snapshot)
-            return state_files.write(own, snapshot, self._gives_up(snapshot)), ""
+                return checkpoint_files.relink(task.directory, _read_entry(snapshot.path), draft.round), ""
+            own = state_files.file_contents(self._buffers, number, snapshot)
+            return state_files.write_own_files(own, snapshot, self._why_give_up(snapshot)), ""
         except Exception as error:  # noqa: BLE001 - whatever a file system or a store's package raises: others follow
             if snapshot.path:
                 return self._write(number, replace(snapshot, path=""), is_last)
             return None, str(error) or repr(error)
 
-    def _gives_up(self, snapshot: Snapshot) -> Callable[[], str]:
+    def _why_give_up(self, snapshot: Snapshot) -> Callable[[], Reason]:
         """Why it does not wait any longer for the other nodes' parts of a sharded state."""
 
-        def why() -> str:
+        def why() -> Reason:
             with self._changed:
-                if any(newer is not None and newer.saved > snapshot.saved for newer in self._buffers.held):
+                if any(
+                    newer is not None and newer.original_key > snapshot.original_key for newer in self._buffers.held
+                ):
                     return "a later save has begun"
                 if self._ending or self._flushes:
-                    patience_s = PARTS_WHEN_ENDED_S if self._ending else FLUSH_PARTS_S
+                    patience_s = PARTS_WAIT_WHEN_ENDED_S if self._ending else PARTS_WAIT_AT_FLUSH_S
                     self._parts_until = min(self._parts_until, time.monotonic() + patience_s)
                 return "another node did not write its part" if time.monotonic() > self._parts_until else ""
 
@@ -589,7 +600,7 @@ class Writer:
             events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)
 
 
-def _entry(path: str) -> Entry:
+def _read_entry(path: str) -> Entry:
     manifest = read(Path(path))
     if not isinstance(manifest, Manifest):
         raise CheckpointError(manifest.why)

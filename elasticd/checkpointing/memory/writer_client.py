@@ -6,8 +6,8 @@ come, and never shows a half of a state as a whole one.
 
 A writer may die and be replaced by the launcher at any moment. A request that finds the connection broken is asked once
 more of the next writer, which knows nothing of saves that the first one had not finished; what that means for them is
-reported before (`on_successor`). A writer that does not answer is not replaced here: a machine that stands still would
-get two of them.
+reported before (`before_successor`). A writer that does not answer is not replaced here: a machine that stands still
+would get two of them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 from elasticd import channel
 from elasticd.channel import Message
-from elasticd.checkpointing.memory.buffers import PARTNER, PROTOCOL, Snapshot, WriteTask
+from elasticd.checkpointing.memory.buffers import PARTNER_BUFFER, PROTOCOL_VERSION, SaveKey, Snapshot, WriteTask
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
-from elasticd.checkpointing.memory.shard_server import Server
+from elasticd.checkpointing.memory.shard_server import ServerAddress
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.storage.manifest import Manifest
 
-VARIABLE = "ELASTICD_WRITER"
+WRITER_VARIABLE = "ELASTICD_WRITER"
 """share/shares:path, the path of the writer's socket; set by the launcher."""
 _ANSWER_S = 30.0
 """The writer answers within milliseconds; it, or the machine, may be stopped for a while."""
-LOST_PART_S = 2.0
+LOST_PART_WAIT_S = 2.0
 """The wait for the part of a node that does not write any more: a network file system may show it late."""
 
 
@@ -45,15 +45,16 @@ class WriterClient:
     path: str
     share: int
     shares: int
-    first_node: bool
-    at_end: Callable[[], WriteTask] | None = None  #: the writer's task with the newest state when the job ends
-    on_successor: Callable[[], None] | None = None
+    is_first_node: bool
+    make_task_at_end: Callable[[], WriteTask] | None = None
+    """Returns the writer's task with the newest state when the job ends."""
+    before_successor: Callable[[], None] | None = None
     """Called before the next writer is asked, once the one before it has died: what it had not read is lost."""
     _is_looking: bool = False
     _socket: socket.socket | None = field(default=None, repr=False)
     _mapped: MappedBuffers = field(default_factory=MappedBuffers, repr=False)
 
-    def copy(
+    def copy_share(
         self,
         draft: Manifest,
         number: int,
@@ -66,21 +67,21 @@ class WriterClient:
         The draft's checksum is none. `task` is called after the copy. Raises SnapshotRefused, and OSError when there
         is no writer.
         """
-        fd, shares = self.begin(draft, number, self.share, self.shares, layout.shared_digest)
+        fd, shares = self.borrow_buffer(draft, number, self.share, self.shares, layout.shared_digest)
         try:
-            buffer = self._mapped.begin(fd)
+            buffer = self._mapped.begin_copy(fd)
             layout.copy_shared(buffer.write, self.share, shares)
             if self.share == 0:
                 copy_own(fd)
-            self.copied(draft, number, self.share, task)
-            buffer.end()
+            self.report_copied(draft, number, self.share, task)
+            buffer.end_copy()
         except BaseException:
             self.close()  # so that the writer knows that this share will not come
             raise
         finally:
             os.close(fd)
 
-    def begin(
+    def borrow_buffer(
         self,
         draft: Manifest,
         number: int,
@@ -88,7 +89,7 @@ class WriterClient:
         shares: int,
         digest: str,
         copies: int = 2,
-        like: tuple[int, int] | None = None,
+        like: SaveKey | None = None,
         once: bool = False,
     ) -> tuple[int, int]:
         """Borrow a buffer for one of the shares of a state; returns its descriptor and how many shares there are.
@@ -101,13 +102,13 @@ class WriterClient:
         key = {"round": draft.round, "number": number, "share": share}
         need = {"size": draft.bytes, "copies": copies}
         how = {"shares": shares, "digest": digest, "like": like, "once": once}
-        fd, answer = self._borrow({"do": "begin", **key, **need, **how})
+        fd, answer = self._request_descriptor({"do": "begin", **key, **need, **how})
         if like is not None and not answer.get("like"):
             os.close(fd)
             raise SnapshotRefused("the launcher's writer is older and lends an empty buffer")
         return fd, answer["shares"]
 
-    def copied(
+    def report_copied(
         self,
         draft: Manifest,
         number: int,
@@ -118,48 +119,52 @@ class WriterClient:
     ) -> None:
         """The share is in the buffer; of a sharded state these files, each at an offset. Raises OSError.
 
-        `partner`: of that node's part the writer keeps a copy, as `PartnerCopy.request` has it.
+        `partner`: of that node's part the writer keeps a copy, as `PartnerCopy.request_copy` has it.
         """
         key = {"round": draft.round, "number": number, "share": share, "files": files or {}}
-        described = {**self._described(draft, task and task()), "partner": partner}
+        described = {**self._draft_fields(draft, task and task()), "partner": partner}
         self._send({"do": "copied", **key, **(described if share == 0 else {})})
 
-    def find(self) -> Snapshot | None:
+    def find_newest(self) -> Snapshot | None:
         """The newest state that is whole in one buffer of this node. Raises SnapshotRefused, and OSError when there is
         no writer.
         """
-        return self._find({})
+        return self._find_snapshot({})
 
     def find_all(self) -> list[Snapshot]:
-        """The state in each buffer of this node. Raises as `find` does."""
-        return [snapshot for buffer in range(PARTNER + 1) if (snapshot := self._find({"buffer": buffer})) is not None]
+        """The state in each buffer of this node. Raises as `find_newest` does."""
+        return [
+            snapshot
+            for buffer in range(PARTNER_BUFFER + 1)
+            if (snapshot := self._find_snapshot({"buffer": buffer})) is not None
+        ]
 
-    def _find(self, where: Mapping[str, int]) -> Snapshot | None:
+    def _find_snapshot(self, where: Mapping[str, int]) -> Snapshot | None:
         data = self._request({"do": "find", **where})[0]["snapshot"]
         return Snapshot.from_json(data.encode()) if data else None
 
-    def open(self, key: tuple[int, int], file: str = "") -> tuple[int, int, int]:
+    def open_buffer(self, key: SaveKey, file: str = "") -> tuple[int, int, int]:
         """A descriptor of the buffer with this state, or with that file of it; start and size in it.
 
         Raises SnapshotRefused, OSError.
         """
-        fd, answer = self._borrow({"do": "open", "round": key[0], "number": key[1], "file": file})
+        fd, answer = self._request_descriptor({"do": "open", "round": key[0], "number": key[1], "file": file})
         return fd, answer["start"], answer["size"]
 
-    def serve(self, address: str) -> Server:
+    def serve_shards(self, address: str) -> ServerAddress:
         """Serve this node's shards to other nodes; returns the address. Raises SnapshotRefused, OSError."""
-        server: Server = self._request({"do": "serve", "address": address})[0]["server"]
+        server: ServerAddress = self._request({"do": "serve", "address": address})[0]["server"]
         return server
 
-    def adopt(self, key: tuple[int, int], draft: Manifest, task: WriteTask | None) -> None:
+    def adopt(self, key: SaveKey, draft: Manifest, task: WriteTask | None) -> None:
         """The round of `draft` has resumed from this state, and owns it now. Raises SnapshotRefused, OSError."""
-        self._request({"do": "adopt", "round": key[0], "number": key[1], **self._described(draft, task)})
+        self._request({"do": "adopt", "round": key[0], "number": key[1], **self._draft_fields(draft, task)})
 
-    def wait(self, round: int, number: int, timeout_s: float) -> Message:
+    def wait_for_result(self, round: int, number: int, timeout_s: float) -> Message:
         """The result of a save: {saved, path, why}. Raises SnapshotRefused, OSError."""
         return self._request({"do": "wait", "round": round, "number": number}, timeout_s)[0]
 
-    def settle(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float | None = None) -> bool:
+    def are_shards_pending(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float | None = None) -> bool:
         """True if a sharded state is being copied or written; with `wait`, the answer comes when none is. From now on
         the writer waits for the parts of other nodes for `parts_s` at most. Raises SnapshotRefused, OSError.
         """
@@ -171,21 +176,21 @@ class WriterClient:
             self._socket.close()
             self._socket = None
 
-    def _described(self, draft: Manifest, task: WriteTask | None = None) -> Message:
-        at_end = self.at_end() if self.at_end else None
+    def _draft_fields(self, draft: Manifest, task: WriteTask | None = None) -> Message:
+        at_end = self.make_task_at_end() if self.make_task_at_end else None
         return {"draft": draft.to_json().decode(), "task": task and asdict(task), "at_end": at_end and asdict(at_end)}
 
     def _send(self, message: Mapping[str, Any]) -> socket.socket:
         try:
             if self._socket is None:
                 self._socket = channel.connect(self.path, _ANSWER_S)
-            channel.send(self._socket, {**message, "version": PROTOCOL})
+            channel.send(self._socket, {**message, "version": PROTOCOL_VERSION})
         except OSError:
             self.close()
             raise
         return self._socket
 
-    def _borrow(self, message: Mapping[str, Any]) -> tuple[int, Message]:
+    def _request_descriptor(self, message: Mapping[str, Any]) -> tuple[int, Message]:
         answer, fds = self._request(message)
         if not fds:
             raise ConnectionError("the writer's answer has no buffer")
@@ -201,10 +206,10 @@ class WriterClient:
         except TimeoutError:
             raise
         except OSError:
-            if self.on_successor is not None and not self._is_looking:
+            if self.before_successor is not None and not self._is_looking:
                 self._is_looking = True
                 try:
-                    self.on_successor()
+                    self.before_successor()
                 finally:
                     self._is_looking = False
             return self._ask(message, timeout_s)
@@ -226,7 +231,7 @@ class WriterClient:
 
 def from_environment() -> WriterClient | None:
     """This rank's client; None where no launcher of ours runs a writer."""
-    shares, colon, path = os.environ.get(VARIABLE, "").partition(":")
+    shares, colon, path = os.environ.get(WRITER_VARIABLE, "").partition(":")
     if not colon:
         return None
     share, _, count = shares.partition("/")

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file, isolated: the package of this copy comes before an installed one
-    _PLACE = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
-    sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
+    _SITE_PACKAGES_INDEX = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
+    sys.path.insert(_SITE_PACKAGES_INDEX, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
 from elasticd.bounded_json import JsonObject
 from elasticd.checkpointing.storage.lineage import highest_round, lineage

@@ -166,7 +166,7 @@ def stop_writer(pid: int, step: int, rank: int) -> None:
 
 def at_copied(step: int, rank: int, act: Callable[[Callable[[], None]], None]) -> None:
     """`act` gets what tells the writer that the rank has copied its part."""
-    copied = WriterClient.copied
+    copied = WriterClient.report_copied
 
     def acting(self: WriterClient, draft: Any, *rest: Any) -> None:
         if draft.step == step and dist.get_rank() == rank:
@@ -174,7 +174,7 @@ def at_copied(step: int, rank: int, act: Callable[[Callable[[], None]], None]) -
         else:
             copied(self, draft, *rest)
 
-    WriterClient.copied = acting  # type: ignore[method-assign]
+    WriterClient.report_copied = acting  # type: ignore[method-assign]
 
 
 def main() -> None:

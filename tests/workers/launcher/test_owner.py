@@ -16,7 +16,7 @@ import pytest
 
 import elasticd.checkpointing.memory.writer
 from elasticd import channel
-from elasticd.checkpointing.memory.buffers import PROTOCOL, WriteTask, donated_number
+from elasticd.checkpointing.memory.buffers import PROTOCOL_VERSION, WriteTask, donated_number
 from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd_agent.workers.launcher import messages, writer_process
@@ -85,7 +85,7 @@ def connected(tmp_path: Path, at_end: Callable[[], WriteTask] | None = None) -> 
 
     def is_answered() -> bool:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-            return rank.find() is None
+            return rank.find_newest() is None
         rank.close()
         return False
 
@@ -113,11 +113,11 @@ def test_state_in_memory_is_written_at_the_end_though_its_writer_dies(tmp_path: 
     task = WriteTask(str(tmp_path / "checkpoints"), 3, "at the end", "", "", 0, 0.0, nodes=2)
     rank = connected(tmp_path, lambda: task)
     draft, number = Manifest(1, 5, None, 2, 1000, NO_CHECKSUM, "job", "run"), donated_number(5, 0)
-    fd, _ = rank.begin(draft, number, 0, 1, "")
+    fd, _ = rank.borrow_buffer(draft, number, 0, 1, "")
     os.pwrite(fd, b"x" * 1000, 0)
     os.close(fd)
-    rank.copied(draft, number, 0)
-    assert rank.find() is not None
+    rank.report_copied(draft, number, 0)
+    assert rank.find_newest() is not None
     rank.close()
     pid = owner.process.pid
     (writer,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -144,7 +144,7 @@ def test_rank_that_gets_no_processor_at_a_fault_has_the_time_that_would_be_lost(
     owner.until(Started)
     begun = time.monotonic()
     with channel.connect(str(owner.runtime / "writer")) as rank:
-        channel.send(rank, {"do": "donor", "round": 1, "version": PROTOCOL})
+        channel.send(rank, {"do": "donor", "round": 1, "version": PROTOCOL_VERSION})
         time.sleep(3.0 if answers else 1.2)  # it trains
         owner.send(Signal(1, signal.SIGKILL, save=1))
         asked = time.monotonic()
