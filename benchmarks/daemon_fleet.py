@@ -324,7 +324,7 @@ class Fleet:
             client = AgentClient(self.nodes[name].root / "run" / "agent.sock")
             kind = "application/json" if body else ""
             try:
-                reply = client.request(method, path, query, body=body, kind=kind, within_s=15.0)
+                reply = client.request(method, path, query, body=body, content_type=kind, within_s=15.0)
             except Unreachable:
                 continue
             try:

@@ -25,7 +25,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
         (http_server, "_LINGER_S"),
         (local, "STATUS_TIMEOUT_S"),
         (node_files, "PEER_TIMEOUT_S"),
-        (node_files, "SUPPLEMENT_TIMEOUT_S"),
+        (node_files, "PEER_RANKS_TIMEOUT_S"),
         (routes, "PAGE_TIMEOUT_S"),
     ):
         monkeypatch.setattr(module, name, 30.0)

@@ -19,7 +19,7 @@ from elasticd_agent.system.network.http_auth import TokenAuth
 from elasticd_agent.system.network.http_server import Routes
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
 from elasticd_daemon import keys as names
-from elasticd_daemon.api.client import AgentClient, client_context
+from elasticd_daemon.api.client import AgentClient, client_tls_context
 from elasticd_daemon.api.local import LocalJobs
 from elasticd_daemon.api.peers import Peers
 from elasticd_daemon.api.routes import ApiRoutes
@@ -103,7 +103,7 @@ class Served:
         return AgentClient(self.socket)
 
     def tcp(self, token: str | None = TOKEN, ca: Path | None = None) -> AgentClient:
-        return AgentClient(None, *self.address, token, None if ca is None else client_context(ca))
+        return AgentClient(None, *self.address, token, None if ca is None else client_tls_context(ca))
 
     def connected(self) -> socket.socket:
         return socket.create_connection(self.address, DEADLINE)

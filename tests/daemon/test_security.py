@@ -18,7 +18,7 @@ from elasticd_agent.model.job import Tls
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_daemon import keys as names
-from elasticd_daemon.api.client import AgentClient, Unreachable, client_context
+from elasticd_daemon.api.client import AgentClient, Unreachable, client_tls_context
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, AgentNode, until
 from tests.etcd import Authority, EtcdServers, ServerTls, etcd_servers
@@ -241,13 +241,13 @@ def test_two_nodes_with_tls_run_a_job_and_read_each_others_logs(
         assert body
     where = {socket.get(f"/v1/jobs/both/logs?rank={rank}").headers["elasticd-node"] for rank in (0, 1)}
     assert where == {"n1", "n2"}, "one of them came over TLS, with the token"
-    trusted = client_context(issued / "ca.pem")
+    trusted = client_tls_context(issued / "ca.pem")
     host, port = address["n2"].split(":")
     assert AgentClient(None, host, int(port), TOKEN, trusted).get("/v1/jobs").code == 200
     assert AgentClient(None, host, int(port), None, trusted).get("/v1/jobs").code == 401
     assert AgentClient(None, host, int(port), None, trusted).get("/healthz").code == 200
     with pytest.raises(Unreachable, match="certificate cannot be trusted"):
-        AgentClient(None, host, int(port), TOKEN, client_context(None)).get("/healthz")
+        AgentClient(None, host, int(port), TOKEN, client_tls_context(None)).get("/healthz")
     (n1.work / "go").touch()
     assert {n1.wait_for_exit("both").outcome, n2.wait_for_exit("both").outcome} == {"succeeded"}
     assert {n1.drain(), n2.drain()} == {0}

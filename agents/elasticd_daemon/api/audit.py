@@ -21,20 +21,20 @@ from elasticd_agent.system.network.http_auth import AccessDenied
 from elasticd_agent.system.network.http_server import HttpError, HttpRequest, HttpResponse, Routes
 from elasticd_agent.telemetry.event_log import EventSink
 
-REPEAT_S = 60.0
-MAX_REPEATED = 1024
-DENIED = "denied"
-ACTIONS = ("submit", "cancel", "dump", "cordon", "drain", "uncordon", "login", "read", DENIED)
+REPEAT_INTERVAL_S = 60.0
+MAX_REMEMBERED_REQUESTS = 1024
+DENIED_ACTION = "denied"
+ACTIONS = ("submit", "cancel", "dump", "cordon", "drain", "uncordon", "login", "read", DENIED_ACTION)
 MAX_TARGET_CHARS = 200
 
 
 @dataclass(slots=True)
 class AuditedRoutes:
-    """`count` is called with the action of each line. Safe to call from many threads at once."""
+    """`count_action` is called with the action of each line. Safe to call from many threads at once."""
 
     routes: Routes
     log: EventSink
-    count: Callable[[str], None]
+    count_action: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _written_at: OrderedDict[tuple[str, str, str], float] = field(default_factory=OrderedDict)
@@ -47,9 +47,16 @@ class AuditedRoutes:
         if isinstance(answer, HttpResponse):
             target, caller = f"{request.method} {request.path}", denied.caller
             # Nobody can flood the log with invented paths: of the same action, whatever its target, there is one line.
-            audited = action_of(request.method, request.path)
-            once = audited[0] if audited is not None and caller is not None and caller.host else ""
-            self._record(str(caller or request.client_host), DENIED, target, answer.status, denied.why, once=once)
+            audited = action_and_target(request.method, request.path)
+            repetition_key = audited[0] if audited is not None and caller is not None and caller.host else ""
+            self._record(
+                str(caller or request.client_host),
+                DENIED_ACTION,
+                target,
+                answer.status,
+                denied.why,
+                repetition_key=repetition_key,
+            )
         return answer
 
     def answer(self, request: HttpRequest) -> HttpResponse:
@@ -65,7 +72,7 @@ class AuditedRoutes:
             self._record_request(request, status, body)
 
     def _record_request(self, request: HttpRequest, status: int, body: bytes) -> None:
-        audited = action_of(request.method, request.path)
+        audited = action_and_target(request.method, request.path)
         if audited is None:
             return
         action, target = audited
@@ -74,20 +81,22 @@ class AuditedRoutes:
         by = request.requested_by or request.client_host
         is_repeatable = action == "read" or (action == "login" and status >= 400)
         # Of names that are nobody's there are as many as somebody likes.
-        once = "" if status == 404 else target if is_repeatable else None
-        self._record(by, action, target, status, once=once)
+        repetition_key = "" if status == 404 else target if is_repeatable else None
+        self._record(by, action, target, status, repetition_key=repetition_key)
 
-    def _record(self, by: str, action: str, target: str, status: int, why: str = "", *, once: str | None) -> None:
-        """`once`: what makes a line a repetition of another one of this caller and action; None: it never is."""
+    def _record(
+        self, by: str, action: str, target: str, status: int, why: str = "", *, repetition_key: str | None
+    ) -> None:
+        """A line is a repetition of another one with this `repetition_key`, caller and action; None: it never is."""
         now = self.clock()
-        if once is not None:
+        if repetition_key is not None:
             with self._lock:
-                key = (by, action, once)
-                if now < self._written_at.get(key, float("-inf")) + REPEAT_S:
+                key = (by, action, repetition_key)
+                if now < self._written_at.get(key, float("-inf")) + REPEAT_INTERVAL_S:
                     return
                 self._written_at[key] = now
                 self._written_at.move_to_end(key)
-                while len(self._written_at) > MAX_REPEATED:
+                while len(self._written_at) > MAX_REMEMBERED_REQUESTS:
                     self._written_at.popitem(last=False)
         target = ascii(target)[1:-1][:MAX_TARGET_CHARS]
         sentence = f"{by}: {action} {target}: {status}" + (f", {why}" if why else "")
@@ -96,10 +105,10 @@ class AuditedRoutes:
                 round=0, mono=time.monotonic(), reason=sentence, by=by, action=action, target=target, status=status
             )
         )
-        self.count(action)
+        self.count_action(action)
 
 
-def action_of(method: str, path: str) -> tuple[str, str] | None:
+def action_and_target(method: str, path: str) -> tuple[str, str] | None:
     """The action and its target; None for a request that is not recorded."""
     words = [unquote(word, errors="replace") for word in path.split("/")[1:]]
     if words[:2] == ["v1", "local"]:

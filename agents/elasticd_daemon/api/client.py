@@ -52,12 +52,12 @@ class Reply:
     code: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
-    most_values: int = MAX_RESPONSE_BYTES
+    max_json_values: int = MAX_RESPONSE_BYTES
 
     def document(self) -> Answer:
         """The answer's JSON object. Raises Unreachable for anything else."""
         try:
-            parsed = bounded_json.loads(self.body, self.most_values)
+            parsed = bounded_json.loads(self.body, self.max_json_values)
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
@@ -96,9 +96,9 @@ class AgentClient:
     token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     tls_name: str | None = None  #: the name in its certificate, if it is not `host`
-    scheme: str = "Bearer"
-    most_bytes: int = MAX_RESPONSE_BYTES
-    most_values: int = MAX_RESPONSE_BYTES
+    auth_scheme: str = "Bearer"
+    max_bytes: int = MAX_RESPONSE_BYTES
+    max_json_values: int = MAX_RESPONSE_BYTES
 
     def __str__(self) -> str:
         if self.socket is not None:
@@ -110,10 +110,10 @@ class AgentClient:
         return self.request("GET", path, query, within_s=within_s)
 
     def post(
-        self, path: str, body: bytes = b"", kind: str = "application/json", within_s: float = 30.0,
+        self, path: str, body: bytes = b"", content_type: str = "application/json", within_s: float = 30.0,
         query: Mapping[str, object] | None = None,
     ) -> Reply:  # fmt: skip
-        return self.request("POST", path, query, body=body, kind=kind, within_s=within_s)
+        return self.request("POST", path, query, body=body, content_type=content_type, within_s=within_s)
 
     def request(
         self,
@@ -122,7 +122,7 @@ class AgentClient:
         query: Mapping[str, object] | None = None,
         *,
         body: bytes = b"",
-        kind: str = "",
+        content_type: str = "",
         within_s: float = 30.0,
     ) -> Reply:
         """Raises Unreachable. `query` values that are None are left out."""
@@ -130,9 +130,9 @@ class AgentClient:
         target = path + (f"?{urlencode(given, quote_via=quote)}" if given else "")
         headers = {"Connection": "close"}
         if self.token is not None:
-            headers["Authorization"] = f"{self.scheme} {self.token}"
-        if kind:
-            headers["Content-Type"] = kind
+            headers["Authorization"] = f"{self.auth_scheme} {self.token}"
+        if content_type:
+            headers["Content-Type"] = content_type
         until = time.monotonic() + within_s
         connection = _Connection(self, within_s)
         try:
@@ -143,9 +143,9 @@ class AgentClient:
                 sock = connection.sock  # http.client drops it once it has the head
                 answer = connection.getresponse()
                 with contextlib.closing(answer):
-                    data = _read_body(sock, answer, until, self.most_bytes)
+                    data = _read_body(sock, answer, until, self.max_bytes)
                 headers = {name.lower(): value for name, value in answer.getheaders()}
-                return Reply(answer.status, data, headers, self.most_values)
+                return Reply(answer.status, data, headers, self.max_json_values)
         except TimeoutError:
             raise Unreachable(f"the agent at {self} did not answer within {within_s:.0f} s") from None
         except ssl.SSLCertVerificationError as error:
@@ -194,7 +194,7 @@ class _Connection(http.client.HTTPConnection):
                 raise
 
 
-def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: float, most: int) -> bytes:
+def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: float, max_bytes: int) -> bytes:
     parts, size = [], 0
     while not answer.isclosed():  # from Python 3.11.8 and 3.12.2 on its last byte closes it, and the socket with it
         left = until - time.monotonic()
@@ -206,8 +206,8 @@ def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: flo
             break
         parts.append(part)
         size += len(part)
-        if size > most:
-            raise Unreachable(f"the answer exceeds {most >> 20} MiB")
+        if size > max_bytes:
+            raise Unreachable(f"the answer exceeds {max_bytes >> 20} MiB")
     if answer.length:  # read1 does not report an answer that ends early
         raise Unreachable("the answer was truncated")
     return b"".join(parts)
@@ -224,7 +224,7 @@ def fetch_status(client: AgentClient, job: str | None) -> Answer:
     return {**client.get("/v1/jobs").result(), "nodes": client.get("/v1/nodes").result()["nodes"]}
 
 
-def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> AgentClient:
+def make_client(where: str | None, token_file: Path | None, ca: Path | None) -> AgentClient:
     """Return the agent at `where`; default: this node's. Raises UsageError for an address or a token file that cannot
     be used.
     """
@@ -243,11 +243,11 @@ def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> 
     if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.username:
         raise UsageError(f"--agent {where}: give {_ADDRESS_FORMS}")
     token = None if token_file is None else read_token(token_file, "--token-file")
-    tls = client_context(ca) if parts.scheme == "https" else None
+    tls = client_tls_context(ca) if parts.scheme == "https" else None
     return AgentClient(None, host, port or DEFAULT_PORT, token, tls)
 
 
-def client_context(ca: Path | None) -> ssl.SSLContext:
+def client_tls_context(ca: Path | None) -> ssl.SSLContext:
     """Trusts `ca`, or the system's authorities. Raises UsageError."""
     try:
         return tls_context(ca)

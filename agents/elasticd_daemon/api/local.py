@@ -39,9 +39,9 @@ from elasticd_daemon.runners.poller import ask_runner
 STATUS_TIMEOUT_S = 2.0
 DUMP_TIMEOUT_S = control_socket.ANSWER_TIMEOUT_S
 READ_TIMEOUT_S = 20.0
-MAX_CACHED_LOGS = 64
+MAX_CACHED_EVENT_LOGS = 64
 """Event logs that are read on from where they were read last."""
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 MAX_SHOWN_ROUNDS = 100
 MAX_UNREAD_BYTES = 256 << 20
 """A million events. Of more only the newest are read: a job's user can make a file of any size."""
@@ -52,7 +52,7 @@ QueryRunner = Callable[[JobFiles, Mapping[str, Any], float], Answer]
 
 
 @dataclass(slots=True)
-class _LogCursor:
+class _EventLogCursor:
     """The place in an event log up to which it has been read."""
 
     timeline: JobTimeline = field(default_factory=JobTimeline)
@@ -77,7 +77,7 @@ class LocalJobs:
         self._state_dir = state_dir
         self._query_runner = query_runner
         self._lock = threading.Lock()
-        self._cursors: OrderedDict[tuple[str, int], _LogCursor] = OrderedDict()
+        self._cursors: OrderedDict[tuple[str, int], _EventLogCursor] = OrderedDict()
 
     def files(self, job: str, number: int) -> JobFiles:
         """Raises UsageError for an id that could lead elsewhere."""
@@ -89,8 +89,8 @@ class LocalJobs:
 
     def progress(self, job: str, number: int, now: float, *, brief: bool = False) -> JobProgress:
         """The job's progress, as far as this node knows it. `now` is unix seconds. `brief`: without its history."""
-        known = run_within(READ_TIMEOUT_S, lambda: self._history(job, number, now), job)
-        runner, problem = self._runner_status(job, number)
+        known = run_within(READ_TIMEOUT_S, lambda: self._read_history(job, number, now), job)
+        runner, problem = self._query_runner_status(job, number)
         steps = [step for step in (known.step, runner.step) if step is not None]
         return replace(
             known,
@@ -110,7 +110,7 @@ class LocalJobs:
             runner_problem=problem,
         )
 
-    def logs(self, job: str, number: int, request: LogRequest) -> LogChunk | None:
+    def read_log(self, job: str, number: int, request: LogRequest) -> LogChunk | None:
         """None if there is no such log here."""
         files = self.files(job, number)
         return run_within(READ_TIMEOUT_S, lambda: rank_logs.read_log(files, self.node, request), job)
@@ -143,7 +143,7 @@ class LocalJobs:
         answer = self._query_runner(self.files(job, number), {"do": "metrics"}, within_s)
         return str(answer.get("text", "")).encode(errors="replace")
 
-    def _runner_status(self, job: str, number: int) -> tuple[JobProgress, str]:
+    def _query_runner_status(self, job: str, number: int) -> tuple[JobProgress, str]:
         """The runner's answer, checked; or an empty one and why. It may claim anything, so not all of it is used."""
         try:
             answer = self._query_runner(self.files(job, number), {"do": "status"}, STATUS_TIMEOUT_S)
@@ -181,12 +181,12 @@ class LocalJobs:
         except DeadlineExceeded:
             return {"node": self.node, "error": f"{where} does not answer: is its file system unreachable?"}
 
-    def _history(self, job: str, number: int, now: float) -> JobProgress:
+    def _read_history(self, job: str, number: int, now: float) -> JobProgress:
         """The job's event log, read on from where it was read last."""
         with self._lock:
-            cursor = self._cursors.setdefault((job, number), _LogCursor())
+            cursor = self._cursors.setdefault((job, number), _EventLogCursor())
             self._cursors.move_to_end((job, number))
-            while len(self._cursors) > MAX_CACHED_LOGS:
+            while len(self._cursors) > MAX_CACHED_EVENT_LOGS:
                 self._cursors.popitem(last=False)
         files = self.files(job, number)
         until = time.monotonic() + READ_TIMEOUT_S / 2
@@ -198,7 +198,7 @@ class LocalJobs:
                 contextlib.suppress(OSError, ValueError),
                 rank_logs.open_below(files.events.parent, (files.events.name,)) as fd,
             ):
-                _feed(cursor, fd, until)
+                _read_new_events(cursor, fd, until)
             return summarize(cursor.timeline, self.node, now)
         finally:
             cursor.lock.release()
@@ -223,7 +223,7 @@ def summarize(timeline: JobTimeline, node: str, now: float) -> JobProgress:
     )
 
 
-def _feed(cursor: _LogCursor, fd: int, until: float) -> None:
+def _read_new_events(cursor: _EventLogCursor, fd: int, until: float) -> None:
     """Read the lines that were added; from the start if the file is another one or became smaller.
 
     What is left at `until` is for the next time.
@@ -236,7 +236,7 @@ def _feed(cursor: _LogCursor, fd: int, until: float) -> None:
         cursor.inode = file.st_ino
     if file.st_size - cursor.offset > MAX_UNREAD_BYTES:
         cursor.offset, cursor.partial_line = file.st_size - MAX_UNREAD_BYTES, b""
-    while time.monotonic() < until and (data := os.pread(fd, _CHUNK, cursor.offset)):
+    while time.monotonic() < until and (data := os.pread(fd, _CHUNK_BYTES, cursor.offset)):
         cursor.offset += len(data)
         *lines, cursor.partial_line = (cursor.partial_line + data).split(b"\n")
         if len(cursor.partial_line) > MAX_LINE_BYTES:

@@ -39,12 +39,12 @@ from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.records import ClusterView, Submission
 
 PEER_TIMEOUT_S = 5.0
-SUPPLEMENT_TIMEOUT_S = 2.0
+PEER_RANKS_TIMEOUT_S = 2.0
 """The time for the other nodes' ranks where this node knows the job itself."""
 LOG_SEARCH_TIMEOUT_S = 20.0
 MAX_HISTORY_NODES = 16
 """Nodes that are asked for the history of a job without a placement."""
-FULL_HISTORY_NODES = 3
+MAX_FULL_HISTORY_NODES = 3
 """Other nodes that are asked for a job's whole history, besides those that it has left; the rest report their ranks."""
 _NOT_REGISTERED = "its agent is not registered"
 
@@ -99,11 +99,11 @@ class ClusterReader:
     ) -> dict[str, JobProgress | str]:
         # A job that is pending again after it ran has its history on the nodes that had it.
         past = [] if nodes or is_member else self.candidate_nodes(view, job)[:MAX_HISTORY_NODES]
-        known = addresses(view, dict.fromkeys([*nodes, *past, *left]))
+        known = registered_addresses(view, dict.fromkeys([*nodes, *past, *left]))
         known.pop(self.local.node, None)
         # Of a thousand nodes' logs most say the same: a few report everything, the rest only their ranks.
-        full = {node for number, node in enumerate(known) if number < FULL_HISTORY_NODES or node in left}
-        within_s = SUPPLEMENT_TIMEOUT_S if is_member else PEER_TIMEOUT_S
+        full = {node for number, node in enumerate(known) if number < MAX_FULL_HISTORY_NODES or node in left}
+        within_s = PEER_RANKS_TIMEOUT_S if is_member else PEER_TIMEOUT_S
         path = f"/v1/local/jobs/{quote(job.job, safe='')}"
         answers: dict[str, Answer | str] = {}
 
@@ -113,9 +113,11 @@ class ClusterReader:
             answers.update(self.peers.request_all(addressed, "GET", path, query, within_s, meanwhile))
 
         ask(True, meanwhile=lambda: ask(False))
-        return {node: answer if isinstance(answer, str) else _decoded(answer) for node, answer in answers.items()}
+        return {
+            node: answer if isinstance(answer, str) else _decode_progress(answer) for node, answer in answers.items()
+        }
 
-    def logs(self, view: ClusterView, job: Submission, current: Round | None, request: LogRequest) -> LogChunk:
+    def read_log(self, view: ClusterView, job: Submission, current: Round | None, request: LogRequest) -> LogChunk:
         """Return a piece of a rank's log from the node that has it.
 
         `current` is the job's current Round, if known: it names the node of the rank. Raises NotFound,
@@ -129,7 +131,7 @@ class ClusterReader:
         until = time.monotonic() + LOG_SEARCH_TIMEOUT_S
         for node in nodes:
             try:
-                chunk = self._logs_of(node, view, job, request)
+                chunk = self._read_log_of(node, view, job, request)
             except (Unreachable, DeadlineExceeded, WireError) as error:
                 problems[node] = str(error) or "its disk does not answer"
                 continue
@@ -140,18 +142,18 @@ class ClusterReader:
             if (best is not None and is_sure) or time.monotonic() > until:
                 break
         if best is None:
-            raise self._log_error(job, request, nodes, problems)
+            raise self._log_not_found_error(job, request, nodes, problems)
         agreed = 0 if current is None else current.number
         newest = max(best.newest, agreed, *rank_logs.rounds_with_logs(self._files(job))[-1:], 0)
         # The workers of a cancelled job end after the job.
-        over = view.result(job.job, job.number) is not None and not views.runners_of(view, job.job, job.number)
-        return replace(best, newest=newest, over=over)
+        is_final = view.result(job.job, job.number) is not None and not views.runners_of(view, job.job, job.number)
+        return replace(best, newest=newest, is_final=is_final)
 
-    def _logs_of(self, node: str, view: ClusterView, job: Submission, request: LogRequest) -> LogChunk | None:
+    def _read_log_of(self, node: str, view: ClusterView, job: Submission, request: LogRequest) -> LogChunk | None:
         """Raises Unreachable, DeadlineExceeded, WireError."""
         if node == self.local.node:
-            return self.local.logs(job.job, job.number, request)
-        address = addresses(view, [node]).get(node)
+            return self.local.read_log(job.job, job.number, request)
+        address = registered_addresses(view, [node]).get(node)
         if address is None:
             raise Unreachable(_NOT_REGISTERED)
         query = {"number": job.number, **request.query()}
@@ -163,7 +165,7 @@ class ClusterReader:
             raise Unreachable(reply.why)
         return LogChunk.from_reply(reply.body, reply.headers)
 
-    def _log_error(
+    def _log_not_found_error(
         self, job: Submission, request: LogRequest, nodes: list[str], problems: Mapping[str, str]
     ) -> ElasticdError:
         if problems:
@@ -178,20 +180,20 @@ class ClusterReader:
             there = f"; {self.local.node} has rounds {rounds[0]} to {rounds[-1]}, of the last one ranks {ranks}"
         return NotFound(f"job {job.job!r} has no log {request} on {listing(nodes) if nodes else 'any node'}{there}")
 
-    def gather(
+    def ask_nodes(
         self,
         view: ClusterView,
         nodes: Iterable[str],
-        here: Callable[[], Answer],
+        answer_here: Callable[[], Answer],
         question: tuple[str, str, Mapping[str, object]],
         within_s: float,
     ) -> list[Answer]:
-        """Each node's answer to (method, path, query), all asked at the same time; `here` makes this node's answer."""
+        """Each node's answer to (method, path, query), all asked at the same time; this node's from `answer_here`."""
         names = list(nodes)
-        others = addresses(view, [node for node in names if node != self.local.node])
+        others = registered_addresses(view, [node for node in names if node != self.local.node])
         own: list[Answer] = []
         method, path, query = question
-        meanwhile = (lambda: own.append(here())) if self.local.node in names else lambda: None
+        meanwhile = (lambda: own.append(answer_here())) if self.local.node in names else lambda: None
         answers = self.peers.request_all(others, method, path, query, within_s, meanwhile)
         rows: dict[str, Answer] = {
             node: answer if isinstance(answer, dict) else {"error": answer} for node, answer in answers.items()
@@ -214,13 +216,13 @@ class ClusterReader:
         return self.local.files(job.job, job.number)
 
 
-def addresses(view: ClusterView, nodes: Iterable[str]) -> dict[str, str]:
+def registered_addresses(view: ClusterView, nodes: Iterable[str]) -> dict[str, str]:
     """The addresses of those nodes whose agents are registered."""
     known = {status.node: status.address for status in view.nodes}
     return {node: known[node] for node in nodes if node in known}
 
 
-def _decoded(answer: Answer) -> JobProgress | str:
+def _decode_progress(answer: Answer) -> JobProgress | str:
     try:
         return JobProgress.from_dict(answer)
     except WireError as error:
@@ -234,7 +236,7 @@ def _node_of_rank(current: Round | None, request: LogRequest) -> list[str]:
     return [node for rank, node, _, _ in current.assignments() if rank == request.rank]
 
 
-def _newest(saved: Iterable[CheckpointStatus | None]) -> CheckpointStatus | None:
+def _newest_checkpoint(saved: Iterable[CheckpointStatus | None]) -> CheckpointStatus | None:
     return max(
         (checkpoint for checkpoint in saved if checkpoint is not None),
         key=lambda one: (one.round, one.step),
@@ -253,8 +255,8 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
     return replace(
         rows[0],
         step=max((row.step for row in rows if row.step is not None), default=None),
-        checkpoint=_newest(row.checkpoint for row in rows),
-        snapshot=_newest(row.snapshot for row in rows),
+        checkpoint=_newest_checkpoint(row.checkpoint for row in rows),
+        snapshot=_newest_checkpoint(row.snapshot for row in rows),
         donor_resumes=max(row.donor_resumes for row in rows),
         donor_steps=max(row.donor_steps for row in rows),
         rounds=_merged_rounds(rows),

@@ -16,11 +16,11 @@ from elasticd import bounded_json
 from elasticd.errors import UsageError
 from elasticd_agent.system.network.addresses import parse_endpoint
 from elasticd_agent.system.network.http_auth import AGENT_AUTH_SCHEME, agent_credential, token_digest
-from elasticd_daemon.api.client import AgentClient, Reply, Unreachable, client_context
+from elasticd_daemon.api.client import AgentClient, Reply, Unreachable, client_tls_context
 from elasticd_daemon.api.schema import Answer
 
-MAX_PARALLEL = 16
-MAX_NODES = 256
+MAX_PARALLEL_REQUESTS = 16
+MAX_ASKED_NODES = 256
 MAX_ANSWER_BYTES = 4 << 20
 """The limit for a node that need not be trusted; many answer at once."""
 
@@ -45,7 +45,7 @@ class Peers:
             raise Unreachable("its agent has no address for other nodes")
         try:
             host, port = parse_endpoint(address)
-            context = client_context(self.ca) if self.tls else None
+            context = client_tls_context(self.ca) if self.tls else None
         except UsageError as error:
             raise Unreachable(str(error)) from None
         token = self.token()
@@ -77,7 +77,7 @@ class Peers:
     ) -> dict[str, Answer | str]:
         """Each node's answer, or why there is none; within `within_s`. `meanwhile` runs on the caller's thread."""
         answers: dict[str, Answer | str] = {}
-        left = list(addresses.items())[:MAX_NODES]
+        left = list(addresses.items())[:MAX_ASKED_NODES]
         until = time.monotonic() + within_s
 
         def work() -> None:
@@ -94,7 +94,7 @@ class Peers:
                 except Exception as error:  # noqa: BLE001 one node's answer must not cost the others'
                     answers[node] = f"{type(error).__name__}: {error}"
 
-        names = range(min(MAX_PARALLEL, len(left)))
+        names = range(min(MAX_PARALLEL_REQUESTS, len(left)))
         threads = [threading.Thread(target=work, name="elasticd-http-peers", daemon=True) for _ in names]
         for thread in threads:
             thread.start()
@@ -102,6 +102,6 @@ class Peers:
         for thread in threads:
             thread.join(max(0.0, until + 0.5 - time.monotonic()))
         late = f"it did not answer within {within_s:.0f} s"
-        beyond = f"not asked: at most {MAX_NODES} nodes are"
-        reached = list(addresses)[:MAX_NODES]
+        beyond = f"not asked: at most {MAX_ASKED_NODES} nodes are"
+        reached = list(addresses)[:MAX_ASKED_NODES]
         return {node: answers.get(node, late) if node in reached else beyond for node in addresses}

@@ -19,26 +19,26 @@ from elasticd_agent.system.files import open_plain
 from elasticd_daemon.api.schema import LogChunk
 from elasticd_daemon.job_dir import JobFiles
 
-Stream = Literal["stdout", "stderr", "elasticd", "events"]
+LogStream = Literal["stdout", "stderr", "elasticd", "events"]
 NODE_STREAMS = ("elasticd", "events")
 """Streams of a node and not of a rank: the runner's own output, and the event log."""
-MAX_BYTES = 1 << 20
-_ROUND = re.compile(r"round-([1-9][0-9]{0,17})")
-_RANK = re.compile(r"rank-(0|[1-9][0-9]{0,9})")
+MAX_CHUNK_BYTES = 1 << 20
+_ROUND_FOLDER = re.compile(r"round-([1-9][0-9]{0,17})")
+_RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]{0,9})")
 _MAX_ENTRIES = 100_000
 
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+NaturalNumber = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class LogRequest(msgspec.Struct, frozen=True):
     """The query of a request for a log, except the job's number."""
 
-    rank: Number = 0
+    rank: NaturalNumber = 0
     round: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)] | None = None  #: none: the rank's newest
-    stream: Stream = "stdout"
+    stream: LogStream = "stdout"
     offset: Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)] = 0  #: bytes from the start; below 0 from the end
-    limit: Number = MAX_BYTES
+    limit: NaturalNumber = MAX_CHUNK_BYTES
     node: str | None = None  #: search this node only
 
     def query(self) -> dict[str, object]:
@@ -53,11 +53,11 @@ class LogRequest(msgspec.Struct, frozen=True):
 
 def rounds_with_logs(files: JobFiles) -> list[int]:
     """The rounds that have logs here, ascending."""
-    return sorted(_numbered_entries(files, (), _ROUND))
+    return sorted(_numbered_entries(files, (), _ROUND_FOLDER))
 
 
 def ranks_with_logs(files: JobFiles, number: int) -> list[int]:
-    return sorted(_numbered_entries(files, (f"round-{number}",), _RANK))
+    return sorted(_numbered_entries(files, (f"round-{number}",), _RANK_FOLDER))
 
 
 def newest_round_of(files: JobFiles, rank: int) -> int | None:
@@ -87,7 +87,7 @@ def read_log(files: JobFiles, node: str, request: LogRequest) -> LogChunk | None
         with open_below(root, parts) as fd:
             size = os.fstat(fd).st_size
             start = max(0, size + offset) if offset < 0 else offset if offset <= size else 0
-            data = os.pread(fd, max(0, min(request.limit, MAX_BYTES, size - start)), start)
+            data = os.pread(fd, max(0, min(request.limit, MAX_CHUNK_BYTES, size - start)), start)
     except (OSError, ValueError):
         return None
     return LogChunk(data, node, round, start, start + len(data), size, round)
@@ -96,7 +96,7 @@ def read_log(files: JobFiles, node: str, request: LogRequest) -> LogChunk | None
 @contextlib.contextmanager
 def open_below(root: Path, parts: Sequence[str]) -> Iterator[int]:
     """A plain file below `root`, for reading. Raises OSError for anything else, and for a link on the way to it."""
-    with _directory(root, parts[:-1]) as directory:
+    with _open_directory(root, parts[:-1]) as directory:
         fd = open_plain(parts[-1], os.O_RDONLY, dir_fd=directory)
         try:
             yield fd
@@ -105,7 +105,7 @@ def open_below(root: Path, parts: Sequence[str]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
+def _open_directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(root, flags)
     try:
@@ -120,7 +120,7 @@ def _directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
 
 def _numbered_entries(files: JobFiles, parts: Sequence[str], pattern: re.Pattern[str]) -> set[int]:
     try:
-        with _directory(files.logs, parts) as fd, os.scandir(fd) as entries:
+        with _open_directory(files.logs, parts) as fd, os.scandir(fd) as entries:
             names = (entry.name for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False))
             return {int(match[1]) for match in map(pattern.fullmatch, names) if match is not None}
     except (OSError, ValueError):

@@ -35,14 +35,18 @@ from elasticd_agent.system.network.http_server import (
 from elasticd_agent.telemetry.metrics_server import MonitoringPages
 from elasticd_daemon.api import views
 from elasticd_daemon.api.node_files import NodesUnavailable, NotFound
-from elasticd_daemon.api.rank_logs import LogRequest, Number
+from elasticd_daemon.api.rank_logs import LogRequest, NaturalNumber
 from elasticd_daemon.api.schema import LogChunk
 from elasticd_daemon.api.service import Conflict, JobService
 from elasticd_daemon.config.decode import ConfigError, decode
 from elasticd_daemon.config.documents import FileFormat
 
 PUBLIC_PATHS = ("/metrics", "/healthz", "/readyz")
-_JOB_FILE_TYPES: dict[str, FileFormat] = {"application/toml": "toml", "text/x-toml": "toml", "application/json": "json"}
+_JOB_FILE_FORMATS: dict[str, FileFormat] = {
+    "application/toml": "toml",
+    "text/x-toml": "toml",
+    "application/json": "json",
+}
 _MAX_PARAMETERS = 32
 _ERROR_STATUS: dict[type[Exception], int] = {
     NotFound: 404,
@@ -62,16 +66,16 @@ class ApiRoutes:
         self.table = RouteTable(
             {
                 **pages.handlers(),
-                "GET /v1/jobs": lambda request: self._jobs(),
+                "GET /v1/jobs": lambda request: self._list_jobs(),
                 "POST /v1/jobs": self._submit,
                 "GET /v1/jobs/*": lambda request, job: json_response(service.job(job).to_dict()),
                 "POST /v1/jobs/*/cancel": lambda request, job: json_response(service.cancel(job, request.requested_by)),
                 "GET /v1/jobs/*/logs": lambda request, job: _log_response(
-                    service.logs(job, _asked(request, LogRequest))
+                    service.logs(job, _decode_query(request, LogRequest))
                 ),
                 "POST /v1/jobs/*/dump": lambda request, job: json_response(service.dump(job)),
                 "GET /v1/jobs/*/explain": self._explain,
-                "GET /v1/nodes": lambda request: self._nodes(),
+                "GET /v1/nodes": lambda request: self._list_nodes(),
                 "POST /v1/nodes/*/cordon": lambda request, node: self._cordon(request, node, drain=False),
                 "POST /v1/nodes/*/drain": lambda request, node: self._cordon(request, node, drain=True),
                 "POST /v1/nodes/*/uncordon": lambda request, node: json_response(service.uncordon(node)),
@@ -94,7 +98,7 @@ class ApiRoutes:
     def answer(self, request: HttpRequest) -> HttpResponse:
         """Return the response to a request, with the status that belongs to its error."""
         try:
-            _query(request)  # an invalid query is refused on every path
+            _parse_query(request)  # an invalid query is refused on every path
             return self.table.answer(request)
         except StoreUnavailable as error:
             return error_response(503, f"the store does not answer: {error}; running jobs continue")
@@ -102,60 +106,61 @@ class ApiRoutes:
             status = next(status for kind, status in _ERROR_STATUS.items() if isinstance(error, kind))
             return error_response(status, str(error) or "the disk does not answer")
 
-    def _jobs(self) -> HttpResponse:
+    def _list_jobs(self) -> HttpResponse:
         jobs, problems = self.service.jobs()
-        return _listing("jobs", [msgspec.Raw(views.encoded(row)) for row in jobs.summaries()], problems)
+        return _list_response("jobs", [msgspec.Raw(views.encoded(row)) for row in jobs.summaries()], problems)
 
-    def _nodes(self) -> HttpResponse:
+    def _list_nodes(self) -> HttpResponse:
         nodes, problems = self.service.nodes()
-        return _listing("nodes", [msgspec.Raw(views.encoded(row)) for row in nodes], problems)
+        return _list_response("nodes", [msgspec.Raw(views.encoded(row)) for row in nodes], problems)
 
     def _submit(self, request: HttpRequest) -> HttpResponse:
-        kind = _job_file_type(request)
-        query = _query(request)
+        kind = _job_file_format(request)
+        query = _parse_query(request)
         name, token = query.get("id") or None, query.get("token", "")
         return json_response(self.service.submit(request.body, kind, name, request.requested_by, token), 201)
 
     def _explain(self, request: HttpRequest, job: str) -> HttpResponse:
-        return json_response(self.service.explain(job, _asked(request, _OfRound).round))
+        return json_response(self.service.explain(job, _decode_query(request, _RoundQuery).round))
 
     def _cordon(self, request: HttpRequest, node: str, *, drain: bool) -> HttpResponse:
-        reason = _reason(request.body)
+        reason = _parse_reason(request.body)
         return json_response(self.service.cordon(node, drain=drain, reason=reason, by=request.requested_by).to_dict())
 
     def _local_progress(self, request: HttpRequest, job: str) -> HttpResponse:
-        local, number = self.service.local, _asked(request, _OfJob).number
+        local, number = self.service.local, _decode_query(request, _JobQuery).number
         if not local.has_job(job, number):
             raise NotFound(f"{local.node} has nothing of job {job!r} number {number}")
-        brief = _query(request).get("brief") == "1"
+        brief = _parse_query(request).get("brief") == "1"
         return json_response(local.progress(job, number, self.service.clock(), brief=brief).to_dict())
 
     def _local_logs(self, request: HttpRequest, job: str) -> HttpResponse:
-        local, number, log_request = self.service.local, _asked(request, _OfJob).number, _asked(request, LogRequest)
-        chunk = local.logs(job, number, log_request)
+        local, number = self.service.local, _decode_query(request, _JobQuery).number
+        log_request = _decode_query(request, LogRequest)
+        chunk = local.read_log(job, number, log_request)
         if chunk is None:
             raise NotFound(f"{local.node} has no log {log_request} of job {job!r} number {number}")
         return _log_response(chunk)
 
     def _local_dump(self, request: HttpRequest, job: str) -> HttpResponse:
-        return json_response(self.service.local.dump(job, _asked(request, _OfJob).number))
+        return json_response(self.service.local.dump(job, _decode_query(request, _JobQuery).number))
 
     def _local_explain(self, request: HttpRequest, job: str) -> HttpResponse:
-        round = _asked(request, _OfRound).round
-        return json_response(self.service.local.explain(job, _asked(request, _OfJob).number, round))
+        round = _decode_query(request, _RoundQuery).round
+        return json_response(self.service.local.explain(job, _decode_query(request, _JobQuery).number, round))
 
 
-def _job_file_type(request: HttpRequest) -> FileFormat:
-    kind = _JOB_FILE_TYPES.get(request.content_type)
+def _job_file_format(request: HttpRequest) -> FileFormat:
+    kind = _JOB_FILE_FORMATS.get(request.content_type)
     if kind is None:
-        names = ", ".join(_JOB_FILE_TYPES)
+        names = ", ".join(_JOB_FILE_FORMATS)
         raise HttpError(415, f"Content-Type: one of {names}, not {request.content_type[:60]!r}")
     if not request.body:
         raise HttpError(400, "a job file is missing: it is the request's body")
     return kind
 
 
-def _query(request: HttpRequest) -> dict[str, str]:
+def _parse_query(request: HttpRequest) -> dict[str, str]:
     """Return the query as names and values. Raises HttpError for one that is not NAME=VALUE, or has a name twice."""
     text = request.query
     try:
@@ -169,38 +174,38 @@ def _query(request: HttpRequest) -> dict[str, str]:
     return dict(pairs)
 
 
-class _Reason(msgspec.Struct, frozen=True):
+class _ReasonBody(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class _OfJob(msgspec.Struct, frozen=True):
+class _JobQuery(msgspec.Struct, frozen=True):
     """The query of a request about one run of a job on this node."""
 
-    number: Number
+    number: NaturalNumber
 
 
-class _OfRound(msgspec.Struct, frozen=True):
-    round: Number | None = None
+class _RoundQuery(msgspec.Struct, frozen=True):
+    round: NaturalNumber | None = None
 
 
-Q = TypeVar("Q", bound=msgspec.Struct)
+QueryType = TypeVar("QueryType", bound=msgspec.Struct)
 
 
-def _asked(request: HttpRequest, kind: type[Q]) -> Q:
+def _decode_query(request: HttpRequest, kind: type[QueryType]) -> QueryType:
     """The query of a request. Raises ConfigError."""
-    return decode(_query(request), kind, {}, text_numbers=True)
+    return decode(_parse_query(request), kind, {}, text_numbers=True)
 
 
-def _reason(body: bytes) -> str:
+def _parse_reason(body: bytes) -> str:
     try:
-        reason = decode(bounded_json.loads(body or b"{}"), _Reason, {}).reason
+        reason = decode(bounded_json.loads(body or b"{}"), _ReasonBody, {}).reason
         reason.encode()
     except (ValueError, RecursionError, ConfigError):
         raise HttpError(400, 'the body must be {"reason": "…"} or empty') from None
     return reason
 
 
-def _listing(name: str, rows: Sequence[msgspec.Raw], problems: Sequence[str]) -> HttpResponse:
+def _list_response(name: str, rows: Sequence[msgspec.Raw], problems: Sequence[str]) -> HttpResponse:
     shown = [sentence.encode("utf-8", "replace").decode() for sentence in problems]  # a key need not be UTF-8
     return HttpResponse(200, msgspec.json.encode({name: rows, "problems": shown}) + b"\n")
 

@@ -89,7 +89,7 @@ class JobProgress(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Requested(Record):
+class RequestedSize(Record):
     """Minimum and maximum."""
 
     nodes: tuple[int, int]
@@ -106,7 +106,7 @@ class JobSummary(Record):
     state: str = ""
     nodes: tuple[str, ...] = ()
     slots: int = 0
-    requested: Requested | None = None
+    requested: RequestedSize | None = None
     submitted_at: float | None = None
     age_seconds: float | None = None
     submitted_by: str = ""
@@ -180,7 +180,7 @@ class NodeSummary(Record):
     lost_at: float | None = None
 
 
-_LOG_NUMBERS = ("round", "start", "next", "size", "newest")
+_NUMBER_HEADERS = ("round", "start", "next", "size", "newest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,20 +194,20 @@ class LogChunk:
     next: int
     size: int
     newest: int = 0
-    over: bool = False  #: nothing will be added any more
+    is_final: bool = False  #: nothing will be added any more
 
     def headers(self) -> tuple[tuple[str, str], ...]:
         return (
             ("Elasticd-Node", quote(self.node)),
-            *((f"Elasticd-{name.capitalize()}", str(getattr(self, name))) for name in _LOG_NUMBERS),
-            ("Elasticd-Over", str(int(self.over))),
+            *((f"Elasticd-{name.capitalize()}", str(getattr(self, name))) for name in _NUMBER_HEADERS),
+            ("Elasticd-Over", str(int(self.is_final))),
         )
 
     @classmethod
     def from_reply(cls, body: bytes, headers: Mapping[str, str]) -> LogChunk:
         """`headers`: by name in lower case. Raises WireError where one is missing."""
         try:
-            numbers = {name: int(headers[f"elasticd-{name}"]) for name in _LOG_NUMBERS}
-            return cls(body, unquote(headers["elasticd-node"]), over=headers["elasticd-over"] == "1", **numbers)
+            numbers = {name: int(headers[f"elasticd-{name}"]) for name in _NUMBER_HEADERS}
+            return cls(body, unquote(headers["elasticd-node"]), is_final=headers["elasticd-over"] == "1", **numbers)
         except (KeyError, ValueError):
             raise WireError("its answer is not a log") from None

@@ -54,16 +54,16 @@ class ApiServer:
         if problem := token_auth.problem():
             _log.warning("%s; until this is fixed access over TCP is denied", problem)
         try:
-            self._start(_listen_unix(path, options, routes, request_timeout_s))
+            self._start_listener(_listen_unix(path, options, routes, request_timeout_s))
             server = _listen_tcp(options, routes, request_timeout_s, token_auth)
             self.address = server.bound_address
             token_auth.address = format_endpoint(*server.bound_address)
-            self._start(server)
+            self._start_listener(server)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, listener: HttpServer) -> None:
+    def _start_listener(self, listener: HttpServer) -> None:
         """Take a listener into service; `close` will end it."""
         self.listeners.append(listener)
         listener.start()
@@ -145,7 +145,7 @@ def _listen_tcp(
         raise UsageError("http.tls_cert and http.tls_key: give both or neither")
     tls_context = None
     if options.tls_cert is not None and options.tls_key is not None:
-        tls_context = Certificates(options.tls_cert, options.tls_key).context
+        tls_context = ReloadingCertificate(options.tls_cert, options.tls_key).current_context
     return listen_tcp(
         options.bind,
         options.port,
@@ -161,7 +161,7 @@ def _listen_tcp(
     )
 
 
-class Certificates:
+class ReloadingCertificate:
     """The agent's TLS certificate, read for each connection, since it is renewed on disk.
 
     A renewed certificate that cannot be loaded is logged once, and the old one stays in use: half of a renewal must not
@@ -175,7 +175,7 @@ class Certificates:
         self._context = self._load()
         self._problem = ""
 
-    def context(self) -> ssl.SSLContext:
+    def current_context(self) -> ssl.SSLContext:
         """The newest valid one."""
         problem = ""
         try:

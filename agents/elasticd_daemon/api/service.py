@@ -189,7 +189,7 @@ class JobService:
     def logs(self, name: str, request: LogRequest) -> LogChunk:
         """A piece of a rank's output, from the node that has it. Raises NotFound, NodesUnavailable."""
         view, submission = self._find_job(name)
-        return self._cluster.logs(view, submission, self._current_round(submission), request)
+        return self._cluster.read_log(view, submission, self._current_round(submission), request)
 
     def dump(self, name: str) -> Answer:
         """Evidence that is taken now on each node, or why there is none. Raises NotFound, Conflict for a job that
@@ -203,7 +203,10 @@ class JobService:
             raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {row.state}: {row.reason}")
         question = ("POST", f"/v1/local/jobs/{quote(name, safe='')}/dump", {"number": submission.number})
         own = lambda: self.local.dump(name, submission.number)  # noqa: E731
-        return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, DUMP_TIMEOUT_S + READ_TIMEOUT_S)}
+        return {
+            "job": name,
+            "nodes": self._cluster.ask_nodes(view, nodes, own, question, DUMP_TIMEOUT_S + READ_TIMEOUT_S),
+        }
 
     def explain(self, name: str, round: int | None) -> Answer:
         """The explanation of each node's evidence, or why there is none. Raises NotFound."""
@@ -212,7 +215,7 @@ class JobService:
         question = ("GET", f"/v1/local/jobs/{quote(name, safe='')}/explain", query)
         own = lambda: self.local.explain(name, submission.number, round)  # noqa: E731
         nodes = self._cluster.candidate_nodes(view, submission)
-        return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, READ_TIMEOUT_S)}
+        return {"job": name, "nodes": self._cluster.ask_nodes(view, nodes, own, question, READ_TIMEOUT_S)}
 
     def _view(self, log: Callable[[str], None] = job_queue.ignore_sentence) -> ClusterView:
         return job_queue.read_view(self.store, log, self.cache)

@@ -12,7 +12,7 @@ import msgspec
 
 from elasticd_agent.model.phrases import listing
 from elasticd_agent.system.durations import in_words
-from elasticd_daemon.api.schema import AssignmentStatus, JobProgress, JobStatus, JobSummary, NodeSummary, Requested
+from elasticd_daemon.api.schema import AssignmentStatus, JobProgress, JobStatus, JobSummary, NodeSummary, RequestedSize
 from elasticd_daemon.records import (
     ClusterView,
     Cordon,
@@ -222,7 +222,7 @@ def _summaries(
         submitted.add(submission.job)
         yield JobSummary(
             *key,
-            requested=Requested(
+            requested=RequestedSize(
                 (submission.min_nodes, submission.max_nodes),
                 (submission.min_slots, submission.max_slots),
                 submission.spares,

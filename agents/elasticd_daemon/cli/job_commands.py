@@ -38,7 +38,7 @@ from elasticd_daemon.api.client import (
     Unreachable,
     fetch_status,
     job_path,
-    open_client,
+    make_client,
 )
 from elasticd_daemon.api.schema import Answer, JobStatus, JobSummary, NodeSummary
 from elasticd_daemon.cli import tables
@@ -62,7 +62,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     before, command = _split_command(argv) if name == "submit" else (argv, ())
     options = build_parser(name).parse_args(before)
     options.command = command
-    client = open_client(
+    client = make_client(
         options.agent or os.environ.get(AGENT_VARIABLE),
         options.token_file or _path(os.environ.get(TOKEN_FILE_VARIABLE)),
         options.ca or _path(os.environ.get(CA_VARIABLE)),

@@ -141,7 +141,7 @@ class LogFollower:
         stream.started = True
         stream.offset = chunk.next
         stream.ended = chunk.next >= chunk.size
-        stream.is_final = chunk.over
+        stream.is_final = chunk.is_final
         self._newest = max(self._newest, chunk.newest)
         self._put(stream, _last_lines(chunk.data, self.query.tail or 0) if tail else chunk.data)
         return bool(chunk.data)

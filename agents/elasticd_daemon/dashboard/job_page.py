@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
-from elasticd_daemon.api.rank_logs import Stream
+from elasticd_daemon.api.rank_logs import LogStream
 from elasticd_daemon.api.schema import Answer, JobStatus, RoundStatus
 from elasticd_daemon.dashboard import formatting, status
 from elasticd_daemon.dashboard.chart import chart
@@ -27,7 +27,7 @@ WINDOWS: dict[str, tuple[str, float | None]] = {
 }
 SHOWN_ROUNDS = 25
 _SHOWN_NODES = 6
-STREAMS: tuple[Stream, ...] = get_args(Stream)
+LOG_STREAMS: tuple[LogStream, ...] = get_args(LogStream)
 FAILURE_LINES = 40
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -38,7 +38,7 @@ class PageQuery:
 
     window: str = "1h"
     rank: int = 0
-    stream: Stream = "stdout"
+    stream: LogStream = "stdout"
 
     def link(self, job: str, window: str) -> str:
         """The same with another window."""
@@ -86,7 +86,7 @@ def values(
         "course": chart(job, now, WINDOWS[view.window][1]) if has_steps else None,
         "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: status.behind(rank, progress),
         "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
-        "facts": lambda one: _facts(one, job, now), "ranks": range(min(size, 1024)), "streams": STREAMS,
+        "facts": lambda one: _facts(one, job, now), "ranks": range(min(size, 1024)), "streams": LOG_STREAMS,
     }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from elasticd_daemon.api.schema import Answer, JobStatus, NodeSummary
 from elasticd_daemon.api.service import Conflict
 from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import formatting, job_page, layout, overview
-from elasticd_daemon.dashboard.job_page import STREAMS, WINDOWS, Evidence, LogTail, PageQuery
+from elasticd_daemon.dashboard.job_page import LOG_STREAMS, WINDOWS, Evidence, LogTail, PageQuery
 from elasticd_daemon.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes
 from elasticd_daemon.dashboard.overview import STATES
 from elasticd_daemon.dashboard.status import problem
@@ -361,7 +361,7 @@ def _view(query: str) -> PageQuery:
     return PageQuery(
         window=found if (found := values.get("window", "1h")) in WINDOWS else "1h",
         rank=int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 8 else 0,
-        stream=next((stream for stream in STREAMS if stream == values.get("stream")), "stdout"),
+        stream=next((stream for stream in LOG_STREAMS if stream == values.get("stream")), "stdout"),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from elasticd_agent.model.log_events import AuditEvent, LogEvent
 from elasticd_agent.system.network.http_auth import AccessDenied
 from elasticd_agent.system.network.http_server import HttpRequest, HttpResponse
-from elasticd_daemon.api.audit import REPEAT_S, AuditedRoutes, action_of
+from elasticd_daemon.api.audit import REPEAT_INTERVAL_S, AuditedRoutes, action_and_target
 from elasticd_daemon.api.routes import ApiRoutes
 from tests.daemon.served import TOKEN, Served
 
@@ -65,7 +65,7 @@ class Lines:
     ],
 )
 def test_recorded_requests(method: str, path: str, found: tuple[str, str] | None) -> None:
-    assert action_of(method, path) == found
+    assert action_and_target(method, path) == found
 
 
 def test_who_did_what(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_strangers_cannot_flood_it(tmp_path: Path) -> None:
         for i in range(100):
             reject(f"/{i}\n", "10.0.0.1")
         assert lines.rows() == [("10.0.0.1", "denied", "GET /0\\n", 401)]
-        lines.now += REPEAT_S
+        lines.now += REPEAT_INTERVAL_S
         reject("/" + "x" * 9000, "10.0.0.1")
         assert len(lines.events) == 2 and len(lines.events[1].target) == 200
         for i in range(5000):

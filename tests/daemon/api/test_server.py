@@ -510,7 +510,7 @@ def test_token_of_agents_is_no_operators(tmp_path: Path) -> None:
 
         def codes(token: str) -> tuple[int, ...]:
             given = agent_credential(token_digest(token), address)
-            agent = AgentClient(None, *one.address, given, scheme=AGENT_AUTH_SCHEME)
+            agent = AgentClient(None, *one.address, given, auth_scheme=AGENT_AUTH_SCHEME)
             bearer = one.tcp(token)
             return (
                 agent.get(path).code,

@@ -26,7 +26,7 @@ from elasticd_daemon import keys as names
 from elasticd_daemon.api.client import AgentClient, Unreachable
 from elasticd_daemon.api.local import READ_TIMEOUT_S
 from elasticd_daemon.api.peers import Peers
-from elasticd_daemon.api.rank_logs import MAX_BYTES
+from elasticd_daemon.api.rank_logs import MAX_CHUNK_BYTES
 from elasticd_daemon.api.service import Conflict, JobService
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.records import JobResult, NodeStatus, RoundSummary, RunnerStatus
@@ -343,8 +343,8 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
     assert piece(rank=1, stream="stderr") == (b"trouble\n", 8)
     assert piece(stream="elasticd")[0] == "round 2: …\n".encode()
     with (one.files().logs / "round-2" / "rank-0" / "stdout.log").open("ab") as file:
-        file.truncate(3 * MAX_BYTES)
-    assert piece(limit=99 * MAX_BYTES)[1] == MAX_BYTES
+        file.truncate(3 * MAX_CHUNK_BYTES)
+    assert piece(limit=99 * MAX_CHUNK_BYTES)[1] == MAX_CHUNK_BYTES
     reply = api.get("/v1/jobs/llama/logs", {"rank": 7})
     assert (reply.code, "n1 has rounds 1 to 2, of the last one ranks 0 and 1" in reply.why) == (404, True)
 
@@ -673,7 +673,7 @@ def test_forged_node_record_gets_no_token(serve: Serve, tmp_path: Path, until: U
     if not tls:
         credential = received[0].partition(b"Elasticd-Agent ")[2].split()[0].decode()
         for path in ("/v1/jobs", "/v1/local/jobs/llama?number=1"):
-            reply = AgentClient(None, *n1.address, credential, scheme=AGENT_AUTH_SCHEME).get(path)
+            reply = AgentClient(None, *n1.address, credential, auth_scheme=AGENT_AUTH_SCHEME).get(path)
             assert reply.code == 401, "it is good for nothing elsewhere"
 
 
