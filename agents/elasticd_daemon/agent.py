@@ -280,7 +280,7 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
         local,
         peers,
         check,
-        limit=lambda: loop.settings.limits.jobs_per_submitter,
+        max_jobs_per_submitter=lambda: loop.settings.limits.jobs_per_submitter,
         cache=parts.cache,
     )
     cookies = LoginCookies(token, time.time, tls, state_dir.cookie_key(settings.state_dir))

@@ -68,10 +68,10 @@ class ApiRoutes:
                 **pages.handlers(),
                 "GET /v1/jobs": lambda request: self._list_jobs(),
                 "POST /v1/jobs": self._submit,
-                "GET /v1/jobs/*": lambda request, job: json_response(service.job(job).to_dict()),
+                "GET /v1/jobs/*": lambda request, job: json_response(service.job_status(job).to_dict()),
                 "POST /v1/jobs/*/cancel": lambda request, job: json_response(service.cancel(job, request.requested_by)),
                 "GET /v1/jobs/*/logs": lambda request, job: _log_response(
-                    service.logs(job, _decode_query(request, LogRequest))
+                    service.read_log(job, _decode_query(request, LogRequest))
                 ),
                 "POST /v1/jobs/*/dump": lambda request, job: json_response(service.dump(job)),
                 "GET /v1/jobs/*/explain": self._explain,
@@ -108,11 +108,11 @@ class ApiRoutes:
 
     def _list_jobs(self) -> HttpResponse:
         jobs, problems = self.service.jobs()
-        return _list_response("jobs", [msgspec.Raw(views.encoded(row)) for row in jobs.summaries()], problems)
+        return _list_response("jobs", [msgspec.Raw(views.encode_answer(row)) for row in jobs.summaries()], problems)
 
     def _list_nodes(self) -> HttpResponse:
         nodes, problems = self.service.nodes()
-        return _list_response("nodes", [msgspec.Raw(views.encoded(row)) for row in nodes], problems)
+        return _list_response("nodes", [msgspec.Raw(views.encode_answer(row)) for row in nodes], problems)
 
     def _submit(self, request: HttpRequest) -> HttpResponse:
         kind = _job_file_format(request)

@@ -52,9 +52,9 @@ class JobService:
     store: Store
     local: LocalJobs
     peers: Peers
-    check: Callable[[JobFile], None] = lambda job: None
+    check_job: Callable[[JobFile], None] = lambda job: None
     """Applies this node's limits to a job before it is submitted: it raises UsageError."""
-    limit: Callable[[], int | None] = lambda: None
+    max_jobs_per_submitter: Callable[[], int | None] = lambda: None
     clock: Callable[[], float] = time.time
     cache: StoreCache | None = None
     _cluster: ClusterReader = field(init=False)
@@ -66,51 +66,53 @@ class JobService:
     def jobs(self) -> tuple[JobList, list[str]]:
         """Every job, and a sentence for each record in the store that cannot be read."""
         problems: list[str] = []
-        return JobList.of(self._view(problems.append), self.clock()), problems
+        return JobList.of(self._read_view(problems.append), self.clock()), problems
 
     def overview(self) -> tuple[JobList, list[NodeSummary], list[str]]:
         """Every job and every node, as this agent knows them, and the same sentences."""
         problems: list[str] = []
         view = job_queue.read_view(self.store, problems.append, self.cache, watched=True)
         now = self.clock()
-        return JobList.of(view, now), views.nodes(view, now), problems
+        return JobList.of(view, now), views.node_summaries(view, now), problems
 
-    def job(self, name: str) -> JobStatus:
+    def job_status(self, name: str) -> JobStatus:
         """Return a job's status: its place in the queue or in the cluster, its rounds and its
         ranks. Raises NotFound.
         """
         view, submission = self._find_job(name)
         now = self.clock()
         summary = JobList.of(view, now).by_name[name]
-        assigned = () if summary.ended else views.assignments(view, submission)
+        assigned = () if summary.ended else views.assignment_statuses(view, submission)
         progress = self._cluster.progress(view, submission, summary.nodes, now)
         result = view.result(submission.job, submission.number)
-        return views.job_status(summary, assigned, _with_result(progress, result), views.job_file(submission))
+        return views.make_job_status(
+            summary, assigned, _with_result(progress, result), views.redacted_job_file(submission)
+        )
 
     def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> Answer:
         """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
-        request, stem = self._request(data, kind, name, by, token)
+        request, stem = self._make_submission(data, kind, name, by, token)
         try:
             # Of many at once, each is counted before the next one.
-            with self._submitting if self.limit() is not None else contextlib.nullcontext():
-                self._check_number(by, token)
+            with self._submitting if self.max_jobs_per_submitter() is not None else contextlib.nullcontext():
+                self._check_job_limit(by, token)
                 made = job_queue.submit(self.store, request, stem=stem, cache=self.cache)
                 if made.submitted_at == request.submitted_at:  # else it is known, and this is a repetition
-                    self._check_made(made, by)
+                    self._cancel_if_over_limit(made, by)
         except UsageError as error:
-            if any(submission.job == request.job for submission in self._view().unfinished()):
+            if any(submission.job == request.job for submission in self._read_view().unfinished()):
                 raise Conflict(str(error)) from None
             raise
         return {"job": made.job, "number": made.number}
 
-    def _request(
+    def _make_submission(
         self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = ""
     ) -> tuple[Submission, str]:
         """The submission, without a number and perhaps without an id, and what a generated id begins with. Raises
         UsageError for an invalid job.
         """
         job = job_file.read_job(data, kind, "the job")
-        self.check(job)
+        self.check_job(job)
         request = Submission(
             name or job.id or "",
             0,
@@ -127,26 +129,26 @@ class JobService:
         )
         return request, job_id_prefix(job.command[0], job.module)
 
-    def _check_number(self, by: str, token: str) -> None:
+    def _check_job_limit(self, by: str, token: str) -> None:
         """Raises Conflict for a submitter with too many jobs, except for a submission that is repeated."""
-        most = self.limit()
+        most = self.max_jobs_per_submitter()
         if most is None:
             return
         name = submitter(by)
-        own = [submission for submission in self._view().unfinished() if submission.submitter == name]
+        own = [submission for submission in self._read_view().unfinished() if submission.submitter == name]
         if len(own) >= most and not (token and any(submission.token == token for submission in own)):
             raise Conflict(f"{name} has {count(len(own), 'unfinished job')}: [limits] jobs_per_submitter is {most}")
 
-    def _check_made(self, made: Submission, by: str) -> None:
+    def _cancel_if_over_limit(self, made: Submission, by: str) -> None:
         """Check the limit of jobs once more after the submission was written.
 
         Raises Conflict, with `made` cancelled, if other agents have let in others of its submitter meanwhile. Each
         agent looks after it has written, so the last one sees all, and no more than the limit stay.
         """
-        most = self.limit()
+        most = self.max_jobs_per_submitter()
         if most is None:
             return
-        own = [submission for submission in self._view().unfinished() if submission.submitter == made.submitter]
+        own = [submission for submission in self._read_view().unfinished() if submission.submitter == made.submitter]
         if len(own) > most:
             job_queue.cancel(self.store, made.job, "[limits] jobs_per_submitter", self.clock())
             raise Conflict(
@@ -159,7 +161,7 @@ class JobService:
         result = job_queue.cancel(self.store, name, by, self.clock())
         if result.outcome != "cancelled":
             raise Conflict(f"job {name!r} has {result.outcome} already: {result.reason}")
-        runners = views.runners_of(self._view(), result.job, result.number)
+        runners = views.runners_of(self._read_view(), result.job, result.number)
         return {
             "job": result.job,
             "number": result.number,
@@ -171,22 +173,22 @@ class JobService:
     def nodes(self) -> tuple[list[NodeSummary], list[str]]:
         """Every node, and a sentence for each record in the store that cannot be read."""
         problems: list[str] = []
-        return views.nodes(self._view(problems.append), self.clock()), problems
+        return views.node_summaries(self._read_view(problems.append), self.clock()), problems
 
     def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> NodeSummary:
         """Give a node no new jobs; with `drain`, have its jobs leave it. Raises NotFound."""
-        self._node(node)
+        self._find_node(node)
         job_queue.cordon(self.store, node, drain, reason, by, self.clock())
-        return self._node(node)
+        return self._find_node(node)
 
     def uncordon(self, node: str) -> Answer:
         """Raises NotFound, Conflict for a node that is not cordoned."""
-        self._node(node)
+        self._find_node(node)
         if not job_queue.uncordon(self.store, node):
             raise Conflict(f"node {node!r} is not cordoned")
         return {"node": node}
 
-    def logs(self, name: str, request: LogRequest) -> LogChunk:
+    def read_log(self, name: str, request: LogRequest) -> LogChunk:
         """A piece of a rank's output, from the node that has it. Raises NotFound, NodesUnavailable."""
         view, submission = self._find_job(name)
         return self._cluster.read_log(view, submission, self._current_round(submission), request)
@@ -217,11 +219,11 @@ class JobService:
         nodes = self._cluster.candidate_nodes(view, submission)
         return {"job": name, "nodes": self._cluster.ask_nodes(view, nodes, own, question, READ_TIMEOUT_S)}
 
-    def _view(self, log: Callable[[str], None] = job_queue.ignore_sentence) -> ClusterView:
+    def _read_view(self, log: Callable[[str], None] = job_queue.ignore_sentence) -> ClusterView:
         return job_queue.read_view(self.store, log, self.cache)
 
     def _find_job(self, name: str) -> tuple[ClusterView, Submission]:
-        view = self._view()
+        view = self._read_view()
         for submission in view.submissions:
             if submission.job == name:
                 return view, submission
@@ -232,7 +234,7 @@ class JobService:
             f"there is no job {name!r}; {_existing_names([submission.job for submission in view.submissions], 'job')}"
         )
 
-    def _node(self, node: str) -> NodeSummary:
+    def _find_node(self, node: str) -> NodeSummary:
         rows, _ = self.nodes()
         for row in rows:
             if row.node == node:

@@ -26,21 +26,21 @@ from elasticd_daemon.records import (
 from elasticd_daemon.scheduler import policy
 
 
-def job_status(
+def make_job_status(
     summary: JobSummary, assignments: tuple[AssignmentStatus, ...], progress: JobProgress | None, file: str = ""
 ) -> JobStatus:
     known = {field.name: getattr(summary, field.name) for field in fields(summary)}
     return JobStatus(**known, assignments=assignments, progress=progress, file=file)
 
 
-def encoded(value: object) -> bytes:
+def encode_answer(value: object) -> bytes:
     """The JSON of this agent's own answers, ten times faster than by `to_dict`: they have no unknown fields. No text in
     JSON contains these bytes, since its quotes are escaped.
     """
     return msgspec.json.encode(value).replace(b'{"unknown":{},', b"{")
 
 
-def job_file(submission: Submission) -> str:
+def redacted_job_file(submission: Submission) -> str:
     """Without the values of `env`, which may be secret."""
     try:
         job = json.loads(submission.spec)
@@ -53,7 +53,7 @@ def job_file(submission: Submission) -> str:
     return json.dumps(job, indent=2, ensure_ascii=False)
 
 
-def assignments(view: ClusterView, submission: Submission) -> tuple[AssignmentStatus, ...]:
+def assignment_statuses(view: ClusterView, submission: Submission) -> tuple[AssignmentStatus, ...]:
     """Each node the job runs on, or still runs on: its slots, and the state of the runner there."""
     placement = placement_of(view, submission)
     runners = runners_of(view, submission.job, submission.number)
@@ -73,7 +73,7 @@ def assignments(view: ClusterView, submission: Submission) -> tuple[AssignmentSt
     return tuple(rows[node] for node in dict.fromkeys([*assigned, *rows]))
 
 
-def nodes(view: ClusterView, now: float) -> list[NodeSummary]:
+def node_summaries(view: ClusterView, now: float) -> list[NodeSummary]:
     """Every node whose agent is registered, or was lost, or that is cordoned. `now`: the time of day."""
     statuses = {status.node: status for status in view.nodes}
     lost = {node.node: node for node in view.known_nodes if node.node not in statuses}
@@ -85,12 +85,12 @@ def nodes(view: ClusterView, now: float) -> list[NodeSummary]:
             for assignment in placement.assignments:
                 assigned.setdefault(assignment.node, {})[placement.job] = assignment.slots
     return [
-        _node(name, statuses.get(name) or lost.get(name), cordons.get(name), assigned.get(name, {}), now)
+        _node_summary(name, statuses.get(name) or lost.get(name), cordons.get(name), assigned.get(name, {}), now)
         for name in sorted(statuses.keys() | lost.keys() | cordons.keys())
     ]
 
 
-def _node(
+def _node_summary(
     name: str,
     found: NodeStatus | KnownNode | None,
     cordon: Cordon | None,
@@ -131,7 +131,7 @@ def _node_state(
     why = f"{cordon.reason} {by}".strip() if cordon is not None else ""
     cordoned = f"cordoned: {why}" if why else "cordoned"
     if lost is not None:
-        return "lost", _loss(lost, now) + (f"; {cordoned}" if cordon is not None else "")
+        return "lost", _describe_loss(lost, now) + (f"; {cordoned}" if cordon is not None else "")
     if cordon is None or (status is not None and status.state == "quarantined"):
         assert status is not None
         return status.state, status.why
@@ -142,7 +142,7 @@ def _node_state(
     return "draining" if busy else "drained", why
 
 
-def _loss(lost: KnownNode, now: float) -> str:
+def _describe_loss(lost: KnownNode, now: float) -> str:
     down = "its agent, the machine or its network is down"
     if lost.lost_s is None:  # the scheduler has not noted it yet
         return down
@@ -228,18 +228,18 @@ def _summaries(
                 submission.spares,
             ),
             submitted_at=submission.submitted_at,
-            age_seconds=_elapsed(submission.submitted_at, now),
+            age_seconds=_elapsed_s(submission.submitted_at, now),
             submitted_by=submission.submitted_by,
             priority=submission.priority,
             place=places.get(submission.job),
-            **_state(placements.get(key), results.get(key), runners.get(key, {}), head, now),
+            **_state_fields(placements.get(key), results.get(key), runners.get(key, {}), head, now),
         )
     for key, result in results.items():
         if result.job not in submitted:  # its submission is cleaned away
-            yield JobSummary(*key, **_state(None, result, runners.get(key, {}), head, now))
+            yield JobSummary(*key, **_state_fields(None, result, runners.get(key, {}), head, now))
 
 
-def _state(
+def _state_fields(
     placement: Placement | None,
     result: JobResult | None,
     runners: Mapping[str, RunnerStatus],
@@ -252,7 +252,7 @@ def _state(
             "state": result.outcome,
             "nodes": result.nodes,
             "ended_at": result.ended_at,
-            "ended_seconds": _elapsed(result.ended_at, now),
+            "ended_seconds": _elapsed_s(result.ended_at, now),
             "exit_code": result.exit_code,
             "leaving": tuple(sorted(nodes_still_running(runners))),
             "reason": result.reason,
@@ -271,5 +271,5 @@ def _state(
     }
 
 
-def _elapsed(at: float, now: float) -> float:
+def _elapsed_s(at: float, now: float) -> float:
     return round(max(0.0, now - at), 1)

@@ -28,8 +28,29 @@ _GEOMETRY = {
 COLUMNS = 180
 MAX_MARKS = 40
 """The newest rounds of the window, which are marked with a line."""
-_TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
-_LAST_RATE_HOLDS = 2.5
+_TICK_DISTANCES_S = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    10800,
+    21600,
+    43200,
+    86400,
+    172800,
+    604800,
+)
+_LAST_RATE_FACTOR = 2.5
 """A rate holds after its last point for this many times the distance of its last two points."""
 _MIN_POINT_GAP_S = 1.0
 """Two nearer points give no rate."""
@@ -46,7 +67,7 @@ class TimeWindow:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, max(0.0, share)), 1)
 
 
-def window(job: JobStatus, now: float, seconds: float | None) -> TimeWindow:
+def time_window(job: JobStatus, now: float, seconds: float | None) -> TimeWindow:
     """The time from the job's start, or the last `seconds`, until now or its end."""
     until = job.ended_at if job.ended_at is not None else now
     progress = job.known
@@ -81,20 +102,22 @@ def step_samples(job: JobStatus) -> tuple[StepSample, ...]:
     return tuple(growing)
 
 
-def rates(samples: Sequence[StepSample], shown: TimeWindow, live: bool, columns: int = COLUMNS) -> list[float | None]:
+def rates_by_column(
+    samples: Sequence[StepSample], shown: TimeWindow, is_live: bool, columns: int = COLUMNS
+) -> list[float | None]:
     """Steps per second in each of `columns` equal parts of the window; None where nothing is known.
 
-    Steps are spread evenly between two samples of a round; between two rounds there are none. `live`: the newest sample
-    is not the end.
+    Steps are spread evenly between two samples of a round; between two rounds there are none. `is_live`: the newest
+    sample is not the end.
     """
     pieces: list[tuple[float, float, float]] = []  # from, to, steps per second
     for (then, first, low), (at, number, high) in itertools.pairwise(samples):
         if at > then:
             same = first == number and high >= low
             pieces.append((then, at, (high - low) / (at - then) if same else 0.0))
-    if live and pieces:
+    if is_live and pieces:
         then, at, last = pieces[-1]
-        holds = min(shown.until, at + _LAST_RATE_HOLDS * max(at - then, 2.0))
+        holds = min(shown.until, at + _LAST_RATE_FACTOR * max(at - then, 2.0))
         pieces += [(at, holds, last), (holds, shown.until, 0.0)]
     width = (shown.until - shown.since) / columns
     ends = [end for _, end, _ in pieces]
@@ -112,29 +135,29 @@ def rates(samples: Sequence[StepSample], shown: TimeWindow, live: bool, columns:
     return column_rates
 
 
-Shape = dict[str, str | float]
+RoundShape = dict[str, str | float]
 """A part of the drawing that stands for a round."""
 
 
-def chart(job: JobStatus, now: float, seconds: float | None) -> dict[str, Any]:
+def chart_values(job: JobStatus, now: float, seconds: float | None) -> dict[str, Any]:
     """The values of `history` in templates/drawings.html."""
-    shown = window(job, now, seconds)
-    column_rates = rates(step_samples(job), shown, live=not job.ended)
-    most = _round_up(max((rate for rate in column_rates if rate is not None), default=0.0))
+    shown = time_window(job, now, seconds)
+    column_rates = rates_by_column(step_samples(job), shown, is_live=not job.ended)
+    most = _round_up_for_axis(max((rate for rate in column_rates if rate is not None), default=0.0))
     newest = job.known.newest_round
     rounds = [row for row in job.known.rounds if (row.ended_at or shown.until) >= shown.since or row is newest]
     size = max([row.world_size for row in rounds], default=1) or 1
-    blocks = (_block(row, rounds, shown, size) for row in rounds)
+    blocks = (_round_block(row, rounds, shown, size) for row in rounds)
     return {
         "title": f"Step rate and rounds of {job.job}, "
         f"{formatting.clock(shown.since)} to {formatting.clock(shown.until)}",
         "description": _description(column_rates, rounds),
-        "labels": _labels(most, size),
+        "labels": _axis_labels(most, size),
         "ticks": _ticks(shown),
         "areas": _areas(column_rates, most),
-        "lost": [_lost(row, shown) for row in rounds if row.lost_seconds],
+        "lost": [_lost_time_bar(row, shown) for row in rounds if row.lost_seconds],
         "blocks": [block for block in blocks if block is not None],
-        "marks": [_mark(row, shown) for row in rounds[-MAX_MARKS:] if row.at > shown.since],
+        "marks": [_round_mark(row, shown) for row in rounds[-MAX_MARKS:] if row.at > shown.since],
         "geometry": _GEOMETRY,
     }
 
@@ -148,16 +171,21 @@ def _description(column_rates: Sequence[float | None], rounds: Sequence[RoundSta
     return f"{fastest} at most, {last} at the end, in {count(len(rounds), 'round')}; see the list of rounds."
 
 
-def _labels(most: float, size: int) -> list[tuple[str, float]]:
+def _axis_labels(most: float, size: int) -> list[tuple[str, float]]:
     base = TOP + RATE_H
-    rates = [("steps/s", TOP - 9), (_short(most), TOP + 4), (_short(most / 2), TOP + RATE_H / 2 + 4), ("0", base + 4)]
+    rates = [
+        ("steps/s", TOP - 9),
+        (_short_number(most), TOP + 4),
+        (_short_number(most / 2), TOP + RATE_H / 2 + 4),
+        ("0", base + 4),
+    ]
     return [*rates, ("workers", base + GAP - 7), (str(size), base + GAP + 9)]
 
 
 def _ticks(shown: TimeWindow) -> list[tuple[float, str]]:
     """The ticks of the time axis: at most eight, at round distances."""
     span = shown.until - shown.since
-    every = next((tick for tick in _TICKS if span / tick <= 8), span / 6)
+    every = next((tick for tick in _TICK_DISTANCES_S if span / tick <= 8), span / 6)
     # Counted back from the end: a tick keeps its place while the window only grows.
     times = (shown.until - back * every for back in itertools.count())
     return [(shown.x(at), formatting.clock(at)) for at in itertools.takewhile(lambda at: at > shown.since, times)]
@@ -183,7 +211,7 @@ def _areas(column_rates: Sequence[float | None], most: float) -> list[tuple[str,
     return drawn
 
 
-def _block(row: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int) -> Shape | None:
+def _round_block(row: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int) -> RoundShape | None:
     """The round from its first step to its last, as high as its number of workers; an outline before the first step."""
     ends = [at for at in (row.ended_at, *(later.at for later in rounds if later.round > row.round)) if at is not None]
     has_steps = row.first_step_at is not None
@@ -202,7 +230,7 @@ def _block(row: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, s
     }
 
 
-def _lost(row: RoundStatus, shown: TimeWindow) -> Shape:
+def _lost_time_bar(row: RoundStatus, shown: TimeWindow) -> RoundShape:
     """The time from the last step of the round before to the first step of this one."""
     assert row.lost_seconds is not None
     until = shown.until if row.first_step_at is None else row.first_step_at
@@ -211,13 +239,13 @@ def _lost(row: RoundStatus, shown: TimeWindow) -> Shape:
     return {"title": title, "x": left, "width": max(0.0, round(right - left, 1)), "kind": kind}
 
 
-def _mark(row: RoundStatus, shown: TimeWindow) -> Shape:
+def _round_mark(row: RoundStatus, shown: TimeWindow) -> RoundShape:
     """A line at the begin of a round, planned or after a fault."""
     title = f"{formatting.clock(row.at)} round {row.round}: {row.reason}"
     return {"title": title, "x": shown.x(row.at), "kind": "planned" if row.planned else "fault"}
 
 
-def _round_up(value: float) -> float:
+def _round_up_for_axis(value: float) -> float:
     """The next number that is easy to read off an axis."""
     if value <= 0:
         return 1.0
@@ -225,5 +253,5 @@ def _round_up(value: float) -> float:
     return next(step for step in (1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10, 20) if step * power >= value * 0.999) * power
 
 
-def _short(value: float) -> str:
+def _short_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

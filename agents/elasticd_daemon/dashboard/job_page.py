@@ -17,9 +17,9 @@ from elasticd_agent.system.durations import in_words
 from elasticd_daemon.api.rank_logs import LogStream
 from elasticd_daemon.api.schema import Answer, JobStatus, RoundStatus
 from elasticd_daemon.dashboard import formatting, status
-from elasticd_daemon.dashboard.chart import chart
+from elasticd_daemon.dashboard.chart import chart_values
 
-WINDOWS: dict[str, tuple[str, float | None]] = {
+TIME_WINDOWS: dict[str, tuple[str, float | None]] = {
     "10m": ("10 min", 600.0),
     "1h": ("1 hour", 3600.0),
     "1d": ("1 day", 86400.0),
@@ -28,8 +28,8 @@ WINDOWS: dict[str, tuple[str, float | None]] = {
 SHOWN_ROUNDS = 25
 _SHOWN_NODES = 6
 LOG_STREAMS: tuple[LogStream, ...] = get_args(LogStream)
-FAILURE_LINES = 40
-_TRACEBACK = "Traceback (most recent call last):"
+MAX_FAILURE_LINES = 40
+_TRACEBACK_HEAD = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,21 @@ class LogTail:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class EvidencePages:
     """The explanations of the nodes' evidence."""
 
     pages: Sequence[tuple[str, str]] = ()  #: the node and its page; those with a verdict first
     why: str = ""
-    others: int = 0
+    other_count: int = 0
     is_late: bool = False
 
 
-def values(
+def template_values(
     job: JobStatus,
-    view: PageQuery,
+    query: PageQuery,
     now: float,
     tail: LogTail,
-    evidence: Evidence | None,
+    evidence: EvidencePages | None,
     failure: LogTail | None = None,
     form_key: str = "",
 ) -> dict[str, object]:
@@ -78,23 +78,23 @@ def values(
     progress = job.known
     has_steps = any(row.first_step_at for row in progress.rounds) or progress.step_samples
     boxes, more_ranks = status.grid(job)
-    size = max([progress.world_size or 0, view.rank + 1, *(rank.rank + 1 for rank in progress.ranks)])
+    size = max([progress.world_size or 0, query.rank + 1, *(rank.rank + 1 for rank in progress.ranks)])
     return {
-        "job": job, "view": view, "tail": tail, "failure": failure, "form_key": form_key,
-        "evidence": evidence, "state": status.state(job), "warnings": _warnings(job), "reason": _reason(job),
-        "last_words": _last_words, "tiles": status.facts(job), "windows": WINDOWS,
-        "course": chart(job, now, WINDOWS[view.window][1]) if has_steps else None,
+        "job": job, "query": query, "tail": tail, "failure": failure, "form_key": form_key,
+        "evidence": evidence, "state": status.state(job), "warnings": _warnings(job), "reason": _state_reason(job),
+        "failure_excerpt": _failure_excerpt, "tiles": status.facts(job), "windows": TIME_WINDOWS,
+        "course": chart_values(job, now, TIME_WINDOWS[query.window][1]) if has_steps else None,
         "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: status.behind(rank, progress),
         "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
-        "facts": lambda one: _facts(one, job, now), "ranks": range(min(size, 1024)), "streams": LOG_STREAMS,
+        "facts": lambda one: _round_facts(one, job, now), "ranks": range(min(size, 1024)), "streams": LOG_STREAMS,
     }  # fmt: skip
 
 
-def _last_words(text: str) -> str:
+def _failure_excerpt(text: str) -> str:
     """The last traceback, or the last lines."""
-    before, mark, after = text.rpartition(_TRACEBACK)
+    before, mark, after = text.rpartition(_TRACEBACK_HEAD)
     lines = (mark + after if mark else before or after).rstrip().split("\n")
-    return "\n".join(lines if mark and len(lines) <= FAILURE_LINES else lines[-FAILURE_LINES:])
+    return "\n".join(lines if mark and len(lines) <= MAX_FAILURE_LINES else lines[-MAX_FAILURE_LINES:])
 
 
 def _warnings(job: JobStatus) -> list[str]:
@@ -104,7 +104,7 @@ def _warnings(job: JobStatus) -> list[str]:
     return [*([wrong[1]] if wrong else []), *silent]
 
 
-def _reason(job: JobStatus) -> str:
+def _state_reason(job: JobStatus) -> str:
     """The reason for the job's state, with how it ended."""
     if not job.ended or job.ended_seconds is None:
         return job.reason
@@ -112,15 +112,15 @@ def _reason(job: JobStatus) -> str:
     return f"Ended {in_words(job.ended_seconds)} ago{code}: {job.reason}"
 
 
-def _facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:
+def _round_facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:
     """The facts of a round: its workers, where its state is from, and how it went."""
     more = len(one.nodes) - _SHOWN_NODES
     nodes = ", ".join(one.nodes[:_SHOWN_NODES]) + (f" +{more}" if more > 0 else "")
     where = count(one.world_size, "worker") + (f" on {nodes}" if nodes else "")
-    return [where, *one.origins, _outcome(one, job, now)]
+    return [where, *one.origins, _round_outcome(one, job, now)]
 
 
-def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
+def _round_outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
     """The course of a round: the time for which it trained, and its steps."""
     is_newest = one is job.known.newest_round
     if one.first_step_at is None:
@@ -133,11 +133,11 @@ def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
     return trained + (f", steps {one.first_step:,} to {one.last_step:,}" if steps > 0 else "")
 
 
-def explanations(rows: Sequence[Answer], *, brief: bool) -> Evidence:
+def evidence_pages(rows: Sequence[Answer], *, brief: bool) -> EvidencePages:
     """`brief`: only the first one."""
     explained = [row for row in rows if isinstance(row.get("page"), str)]
     explained.sort(key=lambda row: not isinstance(row.get("document"), dict) or row["document"].get("verdict") is None)
     if not explained:
-        return Evidence(why="; ".join(f"{row.get('node')}: {row.get('error', 'nothing')}" for row in rows[:8]))
+        return EvidencePages(why="; ".join(f"{row.get('node')}: {row.get('error', 'nothing')}" for row in rows[:8]))
     pages = [(str(row.get("node")), row["page"]) for row in (explained[:1] if brief else explained)]
-    return Evidence(pages, others=len(explained) - len(pages))
+    return EvidencePages(pages, other_count=len(explained) - len(pages))

@@ -27,7 +27,7 @@ REASON_CHARS = 160
 _SHOWN_NAMES = 4
 
 
-def values(
+def template_values(
     jobs: JobList, nodes: Sequence[NodeSummary], here: str, problems: Sequence[str], state: str, form_key: str = ""
 ) -> dict[str, object]:
     """The values of templates/overview.html. `state`: of the jobs that are listed, one of STATES; "": any."""

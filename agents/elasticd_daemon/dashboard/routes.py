@@ -28,7 +28,7 @@ from elasticd_daemon.api.schema import Answer, JobStatus, NodeSummary
 from elasticd_daemon.api.service import Conflict
 from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import formatting, job_page, layout, overview
-from elasticd_daemon.dashboard.job_page import LOG_STREAMS, WINDOWS, Evidence, LogTail, PageQuery
+from elasticd_daemon.dashboard.job_page import LOG_STREAMS, TIME_WINDOWS, EvidencePages, LogTail, PageQuery
 from elasticd_daemon.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes
 from elasticd_daemon.dashboard.overview import STATES
 from elasticd_daemon.dashboard.status import problem
@@ -188,7 +188,9 @@ class DashboardRoutes:
         here = self.api.service.local.node
         jobs, nodes, problems = self._overviews.get("/", self.api.service.overview)
         state = _pairs(request.query).get("state", "")
-        values = overview.values(jobs, nodes, here, problems, state if state in STATES else "", self._form_key(request))
+        values = overview.template_values(
+            jobs, nodes, here, problems, state if state in STATES else "", self._form_key(request)
+        )
         return self._render(request, "overview.html", f"{here} · elasticd", values)
 
     def _form_key(self, request: HttpRequest) -> str:
@@ -222,7 +224,7 @@ class DashboardRoutes:
                 service.cordon(target, drain=action == "drain", reason="", by=by)
         return _redirect(where)
 
-    def _job(self, request: HttpRequest, name: str, view: PageQuery) -> HttpResponse:
+    def _job(self, request: HttpRequest, name: str, query: PageQuery) -> HttpResponse:
         """Return a job's page. A job that failed shows the stderr of the rank that failed first, unless the reader
         chose another.
         """
@@ -230,10 +232,10 @@ class DashboardRoutes:
         now = self.api.service.clock()
         rank = job.failed_rank
         if rank is not None and "rank" not in _pairs(request.query):
-            view = replace(view, rank=rank, stream="stderr")
+            query = replace(query, rank=rank, stream="stderr")
         failure = None if rank is None else self._tail(job, PageQuery(rank=rank, stream="stderr"))
         key, evidence = self._form_key(request), self._newest_evidence(job)
-        values = job_page.values(job, view, now, self._tail(job, view), evidence, failure, key)
+        values = job_page.template_values(job, query, now, self._tail(job, query), evidence, failure, key)
         mark = "▲ " if problem(job) else ""
         every_s = max(layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
         title = f"{mark}{job.job}: {job.state} · elasticd"
@@ -242,13 +244,13 @@ class DashboardRoutes:
     def _explain(self, request: HttpRequest, name: str) -> HttpResponse:
         job = self._job_status(name)
         rows = self._evidence.get((name, job.number, "all"), lambda: self.api.service.explain(name, None))["nodes"]
-        values = {"job": name, "evidence": job_page.explanations(rows, brief=False)}
+        values = {"job": name, "evidence": job_page.evidence_pages(rows, brief=False)}
         return self._render(request, "evidence.html", f"{name}: evidence · elasticd", values, every_s=None)
 
     def _job_status(self, name: str) -> JobStatus:
-        return self._jobs.get(name, lambda: self.api.service.job(name))
+        return self._jobs.get(name, lambda: self.api.service.job_status(name))
 
-    def _newest_evidence(self, job: JobStatus) -> Evidence | None:
+    def _newest_evidence(self, job: JobStatus) -> EvidencePages | None:
         """The newest hang's; read once for each, since evidence does not change. None: no round followed a hang."""
         number = max((row.round for row in job.known.rounds if row.cause == "hung"), default=0)
         if not number:
@@ -259,13 +261,13 @@ class DashboardRoutes:
                 PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: service.explain(job.job, None)), job.job
             )
         except (ElasticdError, DeadlineExceeded):
-            return Evidence(is_late=True)
-        return job_page.explanations(answer["nodes"], brief=True)
+            return EvidencePages(is_late=True)
+        return job_page.evidence_pages(answer["nodes"], brief=True)
 
-    def _tail(self, job: JobStatus, view: PageQuery) -> LogTail:
-        request = LogRequest(view.rank, None, view.stream, -TAIL_BYTES, TAIL_BYTES)
+    def _tail(self, job: JobStatus, query: PageQuery) -> LogTail:
+        request = LogRequest(query.rank, None, query.stream, -TAIL_BYTES, TAIL_BYTES)
         try:
-            logs = run_within(PAGE_TIMEOUT_S, lambda: self.api.service.logs(job.job, request), job.job)
+            logs = run_within(PAGE_TIMEOUT_S, lambda: self.api.service.read_log(job.job, request), job.job)
         except DeadlineExceeded:
             return LogTail(why=f"Its node did not answer within {in_words(PAGE_TIMEOUT_S)}.")
         except ElasticdError as error:
@@ -359,7 +361,7 @@ def _view(query: str) -> PageQuery:
     values = _pairs(query)
     rank = values.get("rank", "0")
     return PageQuery(
-        window=found if (found := values.get("window", "1h")) in WINDOWS else "1h",
+        window=found if (found := values.get("window", "1h")) in TIME_WINDOWS else "1h",
         rank=int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 8 else 0,
         stream=next((stream for stream in LOG_STREAMS if stream == values.get("stream")), "stdout"),
     )

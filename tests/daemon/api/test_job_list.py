@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_daemon.api.views import JobList, encoded
+from elasticd_daemon.api.views import JobList, encode_answer
 from elasticd_daemon.records import (
     ClusterView,
     JobResult,
@@ -58,7 +58,7 @@ def test_every_job_is_listed_once_and_found_by_its_state(view: ClusterView) -> N
     summaries = listed.summaries()
     assert {one.job for one in summaries} == {one.job for one in (*view.submissions, *view.results)}
     assert len({one.job for one in summaries}) == len(summaries) == len(listed.by_name)
-    assert [json.loads(encoded(one)) for one in summaries] == [one.to_dict() for one in summaries]
+    assert [json.loads(encode_answer(one)) for one in summaries] == [one.to_dict() for one in summaries]
     assert [one.ended for one in summaries] == sorted(one.ended for one in summaries)
     queued = sorted((one.place, one.job) for one in summaries if one.place is not None)
     assert [place for place, _ in queued] == list(range(1, len(queued) + 1))
@@ -74,4 +74,4 @@ def test_reply_with_quotes_is_json() -> None:
     (summary,) = JobList.of(
         ClusterView(results=(JobResult("a", 1, "failed", 1, '"unknown":{},', NOW),)), NOW
     ).summaries()
-    assert msgspec.json.decode(encoded(summary))["reason"] == '"unknown":{},'
+    assert msgspec.json.decode(encode_answer(summary))["reason"] == '"unknown":{},'

@@ -235,7 +235,7 @@ def test_limits_apply_to_submitted_jobs(serve: Serve) -> None:
         raise ConfigError("user", "is not one of this node's [limits] users")
 
     one = serve()
-    one.service.check = check
+    one.service.check_job = check
     reply = one.unix().post("/v1/jobs", JOB, "application/toml")
     assert (reply.code, reply.why) == (400, "user: is not one of this node's [limits] users")
     assert not one.store.list("/")
@@ -557,7 +557,7 @@ class SlowWrites(Outage):
 
 def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:
     one = serve(store=SlowWrites())
-    one.service.limit = lambda: 2
+    one.service.max_jobs_per_submitter = lambda: 2
 
     def submit(client: AgentClient, job: str, token: str = "") -> int:
         query = {"id": job, "token": token or None}
@@ -571,7 +571,7 @@ def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:
     assert submit(one.tcp(), "c", token="once") == 201, "the same submission, repeated after an outage"
     assert one.unix().post("/v1/jobs/a/cancel").code == 200
     assert submit(one.unix(), "e") == 201
-    one.service.limit = lambda: 5
+    one.service.max_jobs_per_submitter = lambda: 5
     with ThreadPoolExecutor(8) as pool:
         codes = list(pool.map(lambda n: submit(one.unix(), f"at-once-{n}"), range(16)))
     assert (codes.count(201), codes.count(409)) == (3, 13), "each is counted before the next one"

@@ -34,13 +34,13 @@ TEN = TimeWindow(0.0, 10.0)
     ],
 )
 def test_rates(samples: Any, live: bool, expected: list[float | None]) -> None:
-    assert chart.rates(samples, TEN, live, columns=5) == pytest.approx(expected)
+    assert chart.rates_by_column(samples, TEN, live, columns=5) == pytest.approx(expected)
 
 
 def test_rates_sum_up_to_the_steps() -> None:
     job = JobStatus.from_dict(a_job())
-    shown = chart.window(job, NOW, None)
-    found = chart.rates(chart.step_samples(job), shown, live=False)
+    shown = chart.time_window(job, NOW, None)
+    found = chart.rates_by_column(chart.step_samples(job), shown, is_live=False)
     width = (shown.until - shown.since) / len(found)
     assert sum((one or 0.0) * width for one in found) == pytest.approx(100 + 14 * 14, rel=0.05)
 
@@ -50,7 +50,7 @@ def test_rates_from_the_event_log_alone() -> None:
     job_rounds = a_job()["progress"]["rounds"]
     job_rounds[1] |= {"last_step": 191, "ended_at": NOW - 96.0}
     job = JobStatus.from_dict({**a_job(step_samples=[], rounds=job_rounds), "ended_at": NOW - 96.0})
-    found = chart.rates(chart.step_samples(job), chart.window(job, NOW, None), live=False)
+    found = chart.rates_by_column(chart.step_samples(job), chart.time_window(job, NOW, None), is_live=False)
     assert {round(one, 2) for one in found if one} >= {1.0}
     assert found[-1] == pytest.approx(1.0)
 
@@ -60,24 +60,24 @@ def test_different_host_clocks_give_no_spike() -> None:
     answer["progress"]["rounds"][1]["first_step_at"] += 0.004  # the log's clock is ahead of the runner's
     answer["progress"]["rounds"][1]["first_step"] = 93
     job = JobStatus.from_dict(answer)
-    found = chart.rates(chart.step_samples(job), chart.window(job, NOW, None), live=True)
+    found = chart.rates_by_column(chart.step_samples(job), chart.time_window(job, NOW, None), is_live=True)
     assert max(one for one in found if one is not None) < 1.3
 
 
 def test_window_is_within_the_job_and_never_empty() -> None:
     job = JobStatus.from_dict(a_job())
-    assert chart.window(job, NOW, 60.0) == TimeWindow(NOW - 60, NOW)
-    assert chart.window(job, NOW, 3600.0).since == NOW - 310
-    assert chart.window(JobStatus("new"), NOW, None).until == NOW
+    assert chart.time_window(job, NOW, 60.0) == TimeWindow(NOW - 60, NOW)
+    assert chart.time_window(job, NOW, 3600.0).since == NOW - 310
+    assert chart.time_window(JobStatus("new"), NOW, None).until == NOW
     ended = JobStatus.from_dict({**a_job(), "ended_at": NOW - 50.0})
-    assert chart.window(ended, NOW, 60.0) == TimeWindow(NOW - 110, NOW - 50)
+    assert chart.time_window(ended, NOW, 60.0) == TimeWindow(NOW - 110, NOW - 50)
 
 
 def test_drawing_names_each_round_and_its_cost() -> None:
     job = JobStatus.from_dict(a_job())
     first, second = job.known.rounds
     job = replace(job, progress=replace(job.known, rounds=(first, replace(second, reason=WICKED))))
-    drawn = chart.chart(job, NOW, None)
+    drawn = chart.chart_values(job, NOW, None)
     assert [block["title"] for block in drawn["blocks"]] == [
         "Round 1, 4 workers: first round",
         f"Round 2, 4 workers: {WICKED}",

@@ -14,7 +14,7 @@ from elasticd.errors import WireError
 from elasticd_daemon.api.schema import JobStatus, JobSummary, NodeSummary
 from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import job_page, overview, status
-from elasticd_daemon.dashboard.job_page import Evidence, LogTail, PageQuery
+from elasticd_daemon.dashboard.job_page import EvidencePages, LogTail, PageQuery
 from elasticd_daemon.dashboard.layout import page
 from elasticd_daemon.records import (
     ClusterView,
@@ -33,18 +33,20 @@ def rendered(
     answer: dict[str, Any] | JobStatus, tail: LogTail | None = None, evidence: list[dict[str, Any]] | None = None
 ) -> Read:
     job = answer if isinstance(answer, JobStatus) else JobStatus.from_dict(answer)
-    return read(job_html(job, tail or LogTail("a line\n", "on a"), job_page.explanations(evidence or [], brief=True)))
+    return read(job_html(job, tail or LogTail("a line\n", "on a"), job_page.evidence_pages(evidence or [], brief=True)))
 
 
-def job_html(job: JobStatus, tail: LogTail, evidence: Evidence | None = None, failure: LogTail | None = None) -> str:
-    values = job_page.values(job, PageQuery(), NOW, tail, evidence, failure)
+def job_html(
+    job: JobStatus, tail: LogTail, evidence: EvidencePages | None = None, failure: LogTail | None = None
+) -> str:
+    values = job_page.template_values(job, PageQuery(), NOW, tail, evidence, failure)
     return page("job.html", job.job, "a", "0.1.0", values, now=NOW, logout=True)
 
 
 def overview_html(
     jobs: JobList, nodes: list[NodeSummary], here: str, *, problems: Sequence[str] = (), state: str = "", key: str = ""
 ) -> str:
-    values = overview.values(jobs, nodes, here, problems, state, key)
+    values = overview.template_values(jobs, nodes, here, problems, state, key)
     return page("overview.html", "jobs", here, "0", values, now=NOW, logout=True)
 
 
@@ -215,7 +217,7 @@ def test_job_page_escapes_everything() -> None:
     text = "".join(rendered(job, LogTail(WICKED, WICKED), evidence).text)
     assert text.count("onmouseover='alert(1)") > 20
     assert "".join(rendered(job, LogTail(why=WICKED)).text).count("CDATA") > 10
-    shown = job_page.explanations(evidence, brief=False)
+    shown = job_page.evidence_pages(evidence, brief=False)
     values = {"job": WICKED, "evidence": shown}
     read(page("evidence.html", WICKED, WICKED, WICKED, values, now=NOW, logout=False))
 

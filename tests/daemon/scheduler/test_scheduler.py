@@ -529,7 +529,7 @@ def test_lost_node_is_shown_until_it_is_back_or_long_gone(monkeypatch: pytest.Mo
         fleet.turn(seconds)
 
     def shown(after_s: float = 0.0) -> dict[str, tuple[str, str]]:
-        rows = views.nodes(queue.read_view(fleet.memory), 1_800_000_000.0 + after_s)
+        rows = views.node_summaries(queue.read_view(fleet.memory), 1_800_000_000.0 + after_s)
         return {row.node: (row.state, row.reason) for row in rows if row.node in "cd"}
 
     for _ in range(3):
