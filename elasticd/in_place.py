@@ -38,7 +38,7 @@ def reason_against_group(modules: DataParallelModules, group: DefaultGroup, coll
     """
     from torch.distributed.distributed_c10d import _world
 
-    if not group.created:
+    if not group.created_by_join:
         return "the script makes the process group itself, before elasticd.init()"
     if len(_world.pg_map) > 1:
         return "the script makes another process group before session.run(): make it in what run() calls"
@@ -74,13 +74,13 @@ def run(train: Callable[[], T], launch: NoLaunchChannel, change_round: Callable[
         try:
             result = train()
         except BaseException as error:
-            if not (isinstance(error, Exception | RoundChanged) and launch.explains(error)):
-                launch.leave()
+            if not (isinstance(error, Exception | RoundChanged) and launch.ask_if_change_caused(error)):
+                launch.leave_train()
                 raise
             why = device_failure(error)
             clear_frames(error)
         else:
-            if launch.leave():
+            if launch.leave_train():
                 return result
             why = ""
         change_round(why)

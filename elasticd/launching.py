@@ -26,7 +26,7 @@ from typing import Any
 from elasticd.errors import LaunchError, UsageError
 
 MODULE = "elasticd.launching"
-_PARENT = ("authkey", "log_to_stderr", "log_level", "name", "start_method", "orig_dir")
+_PARENT_ONLY_ENTRIES = ("authkey", "log_to_stderr", "log_level", "name", "start_method", "orig_dir")
 """Entries that `multiprocessing` hands to its own children only."""
 
 
@@ -42,20 +42,22 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, **opt
     """
     with tempfile.TemporaryDirectory(prefix="elasticd-launch-") as directory:
         call = Path(directory)
-        (call / "call").write_bytes(_pickled(function, args))
-        flags = [word for name, value in {"nproc_per_node": nproc, **options}.items() for word in _flag(name, value)]
-        code = _run([sys.executable, "-m", "elasticd_agent", "run", *flags, "-m", MODULE, directory])
+        (call / "call").write_bytes(_pickle_call(function, args))
+        flags = [
+            word for name, value in {"nproc_per_node": nproc, **options}.items() for word in _flag_words(name, value)
+        ]
+        code = _run_supervisor([sys.executable, "-m", "elasticd_agent", "run", *flags, "-m", MODULE, directory])
         if code:
-            raise LaunchError(_failure(call, code), exit_code=code)
+            raise LaunchError(_failure_message(call, code), exit_code=code)
         return {int(path.suffix[1:]): pickle.loads(path.read_bytes()) for path in sorted(call.glob("value.*"))}
 
 
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The call, and the facts by which a worker finds the caller's modules."""
     if getattr(sys.modules["__main__"].__spec__, "name", "") == MODULE:
         raise UsageError("elasticd.launch() at the import of a worker: call it below `if __name__ == '__main__':`")
     about = multiprocessing.spawn.get_preparation_data("elasticd")
-    preparation = {name: value for name, value in about.items() if name not in _PARENT}
+    preparation = {name: value for name, value in about.items() if name not in _PARENT_ONLY_ENTRIES}
     is_file = "init_main_from_name" in preparation or os.path.isfile(preparation.get("init_main_from_path", ""))
     dumps: Callable[[Any], bytes] = pickle.dumps
     if not is_file:
@@ -70,7 +72,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise UsageError(f"elasticd.launch(): workers cannot get {function!r} and its arguments: {error}") from None
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def _flag_words(name: str, value: Any) -> list[str]:
     """The words of an option; none for None and False."""
     option = f"--{name.replace('_', '-')}"
     if value is None or value is False:
@@ -78,7 +80,7 @@ def _flag(name: str, value: Any) -> list[str]:
     return [option] if value is True else [f"{option}={value}"]
 
 
-def _run(command: list[str]) -> int:
+def _run_supervisor(command: list[str]) -> int:
     """The exit code of the supervisor. An interrupt is passed on to it and raised once it has ended."""
     process = subprocess.Popen(command)
     try:
@@ -89,7 +91,7 @@ def _run(command: list[str]) -> int:
         raise
 
 
-def _failure(call: Path, code: int) -> str:
+def _failure_message(call: Path, code: int) -> str:
     """The error of the rank that failed first in the last round that had one."""
     errors = sorted(call.glob("error.*"), key=lambda path: (-int(path.suffixes[0][1:]), path.stat().st_mtime_ns))
     if not errors:
@@ -105,14 +107,14 @@ def main(directory: Path) -> None:
         preparation, content = pickle.loads((directory / "call").read_bytes())
         multiprocessing.spawn.prepare(preparation)
         function, args = pickle.loads(content)
-        _write(directory / f"value.{rank}", pickle.dumps(function(*args)))
+        _write_atomically(directory / f"value.{rank}", pickle.dumps(function(*args)))
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            _write(directory / f"error.{round}.{rank}", traceback.format_exc().encode())
+            _write_atomically(directory / f"error.{round}.{rank}", traceback.format_exc().encode())
         raise
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     """Whole or not at all: the worker may be killed."""
     part = path.with_name(f"part-{path.name}")
     part.write_bytes(content)

@@ -23,7 +23,7 @@ from elasticd.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-LAST_COLLECTIVE_S = 0.02
+SLEEP_BEFORE_DESTROY_S = 0.02
 """A sleep before the group is destroyed. Gloo's thread may still need the GIL to release its last collective; if DDP's
 reducer then holds the last reference to the process group, it joins that thread under the GIL, for ever
 (pytorch/pytorch#56297). The sleep lets the thread finish."""
@@ -40,7 +40,7 @@ class WorkerEnvironment:
     run: str  #: the token of one run of the job
     nodes: int = 1  #: the nodes of this round, as far as the launcher says
     node: int = 0  #: this one, by its first rank
-    failed_restarts: int = 0  #: restarts in a row without a new step or checkpoint, this one included
+    restarts_without_progress: int = 0  #: restarts in a row without a new step or checkpoint, this one included
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DefaultGroup:
     rank: int
     world_size: int
     device: torch.device
-    created: bool  #: true if `join` made it; False: the script had
+    created_by_join: bool  #: true if `join` made it; False: the script had
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvironment:
@@ -64,7 +64,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvir
         run=environment.get("ELASTICD_RUN") or environment.get("TORCHELASTIC_RUN_ID") or secrets.token_hex(8),
         nodes=_number(environment, "GROUP_WORLD_SIZE") or 1,
         node=_number(environment, "GROUP_RANK"),
-        failed_restarts=_number(environment, "ELASTICD_RESTARTS_WITHOUT_PROGRESS"),
+        restarts_without_progress=_number(environment, "ELASTICD_RESTARTS_WITHOUT_PROGRESS"),
     )
 
 
@@ -78,10 +78,10 @@ def join(environment: WorkerEnvironment, timeout: timedelta | None, device: torc
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
-    device = device or _device(environment.local_rank)
+    device = device or _set_device(environment.local_rank)
     created = not dist.is_initialized()
     if created:
-        arguments: dict[str, Any] = {"backend": _backend(device)}
+        arguments: dict[str, Any] = {"backend": _default_backend(device)}
         if timeout is not None:
             arguments["timeout"] = timeout
         if device.type == "cuda":  # NCCL connects here, where start-up is waited for, and new_group() can split
@@ -96,8 +96,8 @@ def leave(group: DefaultGroup) -> None:
     """Destroy the process group if `join` made it and it still exists."""
     import torch.distributed as dist
 
-    if group.created and dist.is_initialized():
-        time.sleep(LAST_COLLECTIVE_S)
+    if group.created_by_join and dist.is_initialized():
+        time.sleep(SLEEP_BEFORE_DESTROY_S)
         dist.destroy_process_group()
 
 
@@ -112,7 +112,7 @@ def gather_objects(mine: Any, group: DefaultGroup) -> list[Any]:
     data = pickle.dumps(mine)
     sizes = torch.zeros(group.world_size, dtype=torch.int64, device=device)
     dist.all_gather(list(sizes.view(-1, 1).unbind()), torch.tensor([len(data)], device=device))
-    own = _padded(data, int(sizes.max())).to(device)
+    own = _padded_tensor(data, int(sizes.max())).to(device)
     gathered = [torch.empty_like(own) for _ in range(group.world_size)] if group.rank == 0 else None
     dist.gather(own, gathered)
     return [
@@ -133,7 +133,7 @@ def scatter_objects(every: list[Any], group: DefaultGroup) -> Any:
     dist.broadcast(sizes, src=0)
     most = int(sizes.max())
     mine = torch.empty(most, dtype=torch.uint8, device=device)
-    dist.scatter(mine, [_padded(content, most).to(device) for content in data] if group.rank == 0 else None)
+    dist.scatter(mine, [_padded_tensor(content, most).to(device) for content in data] if group.rank == 0 else None)
     return pickle.loads(host_bytes(mine)[: int(sizes[group.rank])])
 
 
@@ -145,7 +145,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(buffer).cast("B") if host.nbytes else memoryview(b"")
 
 
-def _padded(data: bytes, size: int) -> torch.Tensor:
+def _padded_tensor(data: bytes, size: int) -> torch.Tensor:
     import torch
 
     return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
@@ -159,7 +159,7 @@ def _object_device(group: DefaultGroup) -> torch.device:
     return torch.device("cpu") if "cpu:" in dist.get_backend_config() else group.device
 
 
-def _device(local_rank: int) -> torch.device:
+def _set_device(local_rank: int) -> torch.device:
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -175,7 +175,7 @@ def _device(local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
-def _backend(device: torch.device) -> str:
+def _default_backend(device: torch.device) -> str:
     import torch.distributed as dist
 
     backend = dist.Backend.default_device_backend_map.get(device.type)

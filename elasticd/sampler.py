@@ -30,7 +30,7 @@ from elasticd.shuffle import ALGORITHM, MAX_LENGTH, Permutation
 _FIRST_CHUNK = 128
 _LARGEST_CHUNK = 8192
 # Frames between a DataLoader's iterator and this sampler: none, or those of a wrapper's generators.
-_WRAPPER_FRAMES = 8
+_MAX_WRAPPER_FRAMES = 8
 # A thread that fetches ahead of the loop may fetch more than a step a commit, until its queue is full: not so many.
 _CERTAIN_COMMITS = 1000
 _LOADER_MODULES = ("torch.utils.data.", "torchdata.")
@@ -51,13 +51,13 @@ class _Loader(NamedTuple):
 
 
 @dataclass(slots=True)
-class Usage:
+class SamplerUsage:
     """A process's use of a sampler."""
 
     has_committed: bool = False
-    begun: int = 0  #: iterations
-    exhausted: int = 0  #: the last of them that has come to the end of its epoch, 0 for none
-    fetched: int = 0  #: micro-batches
+    begun_iterations: int = 0
+    last_exhausted: int = 0  #: the number of the last iteration that has come to the end of its epoch, 0 for none
+    fetched_batches: int = 0  #: micro-batches of this rank
     fetched_to_train: int = 0  #: those that were not fetched in `torch.no_grad()`
 
 
@@ -65,9 +65,9 @@ _SAMPLERS: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
 """Samplers of this process: a session has to find those that it is not given."""
 
 
-def uncommitted() -> list[ElasticBatchSampler]:
+def uncommitted_samplers() -> list[ElasticBatchSampler]:
     """Samplers that this process has iterated over, and that have never committed a step."""
-    return [sampler for sampler in _SAMPLERS if sampler._usage.begun and not sampler._usage.has_committed]
+    return [sampler for sampler in _SAMPLERS if sampler._usage.begun_iterations and not sampler._usage.has_committed]
 
 
 def follow_group() -> None:
@@ -80,7 +80,7 @@ def follow_group() -> None:
             sampler._place_cursor(sampler._epoch, sampler._offset)
 
 
-def usage_of(sampler: ElasticBatchSampler) -> Usage:
+def usage_of(sampler: ElasticBatchSampler) -> SamplerUsage:
     return sampler._usage
 
 
@@ -89,29 +89,32 @@ class _Consumption:
     """The indices that one iteration fetched, and those committed meanwhile."""
 
     loader: _Loader
-    steps: int = 0  #: at its beginning, until the end of the epoch
+    steps_at_start: int = 0  #: at its beginning, until the end of the epoch
     exhausted: bool = False
     commits: int = 0
-    fetched: int = 0  #: the position at the last commit
-    least: int | None = None  #: the fewest positions fetched between two commits, before the last step was fetched
+    fetched_at_commit: int = 0  #: the position at the last commit
+    least_fetched: int | None = None
+    """The fewest positions fetched between two commits, before the last step was fetched."""
 
     def on_commit(self, fetched: int, end: int) -> None:
         self.commits += 1
         if self.commits > 1 and fetched < end:  # before the first commit the DataLoader fills its queues
-            new = fetched - self.fetched
-            self.least = new if self.least is None else min(self.least, new)
-        self.fetched = fetched
+            new = fetched - self.fetched_at_commit
+            self.least_fetched = new if self.least_fetched is None else min(self.least_fetched, new)
+        self.fetched_at_commit = fetched
 
-    def skips(self, global_batch: int) -> bool:
+    def skips_steps(self, global_batch: int) -> bool:
         """More than one step is fetched for each commit, beyond what a DataLoader prefetches."""
         certain = self.exhausted or self.commits >= _CERTAIN_COMMITS
-        return certain and self.least is not None and self.least > global_batch
+        return certain and self.least_fetched is not None and self.least_fetched > global_batch
 
-    def skipped(self, global_batch: int, world_size: int) -> bool:
+    def has_skipped_steps(self, global_batch: int, world_size: int) -> bool:
         """The same after the loop; also where all steps were prefetched, and a wrapper took every world_size-th one."""
-        if self.least is not None or not self.exhausted:
-            return self.skips(global_batch)
-        return self.loader.wrapped and world_size > 1 and abs(self.steps - self.commits * world_size) < world_size
+        if self.least_fetched is not None or not self.exhausted:
+            return self.skips_steps(global_batch)
+        return (
+            self.loader.wrapped and world_size > 1 and abs(self.steps_at_start - self.commits * world_size) < world_size
+        )
 
 
 class ElasticBatchSampler:
@@ -154,10 +157,10 @@ class ElasticBatchSampler:
         world_size: int | None = None,
         order: Iterable[int] | Callable[[int], Iterable[int]] | None = None,
     ) -> None:
-        self._size = _length(dataset)
-        self._global_batch = _integer("global_batch", global_batch, at_least=1)
-        self._accumulate = _integer("accumulate", accumulate, at_least=1)
-        self._seed = _integer("seed", seed, at_least=0)
+        self._size = _dataset_length(dataset)
+        self._global_batch = _checked_integer("global_batch", global_batch, at_least=1)
+        self._accumulate = _checked_integer("accumulate", accumulate, at_least=1)
+        self._seed = _checked_integer("seed", seed, at_least=0)
         self._shuffle = bool(shuffle)
         self._drop_last = bool(drop_last)
         self._follows_group = rank is None
@@ -168,7 +171,7 @@ class ElasticBatchSampler:
         self._given_orders: dict[int, GivenOrder] = {}
         """The order of the last epoch that was asked for, by its number."""
         if order is not None:
-            self._size = _length(length(order, self._seed))
+            self._size = _dataset_length(length(order, self._seed))
         if self._drop_last and self._size < self._global_batch:
             raise SamplerError(
                 f"drop_last=True leaves nothing to train on: {self._size} samples are no full global batch of "
@@ -199,7 +202,7 @@ class ElasticBatchSampler:
         """Called before a batch is given; with True when an iteration begins."""
         self._is_past = False
         self._consumption = _Consumption(_Loader())
-        self._usage = Usage()
+        self._usage = SamplerUsage()
         _SAMPLERS.add(self)
 
     @property
@@ -225,16 +228,16 @@ class ElasticBatchSampler:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in a whole epoch, independent of the cursor: the number for a learning-rate schedule."""
-        return len(range(0, self._end, self._global_batch))
+        return len(range(0, self._epoch_end, self._global_batch))
 
     @property
     def last(self) -> bool:
         """True if the step at the cursor is the epoch's last one; False after it too."""
-        return self._offset < self._size and self._offset + self._global_batch >= self._end
+        return self._offset < self._size and self._offset + self._global_batch >= self._epoch_end
 
     def __len__(self) -> int:
         """Micro-batches this rank would still yield in this epoch, counted from the committed cursor."""
-        return len(self._starts_left()) * self._accumulate
+        return len(self._remaining_step_starts()) * self._accumulate
 
     def samples(self, micro: int = 0) -> int:
         """Real samples in this rank's micro-batch of the step at the cursor: 0 means that it holds a stand-in."""
@@ -265,8 +268,8 @@ class ElasticBatchSampler:
         step = self._step_at_cursor("commit()")
         if self._fetched < step.stop:
             raise SamplerError(
-                f"commit() at {self._position()}, but that step's samples have not all been fetched. Commit once for "
-                f"each optimizer step, after all of its micro-batches ({self._accumulate}); session.step() already "
+                f"commit() at {self._cursor_text()}, but that step's samples have not all been fetched. Commit once "
+                f"for each optimizer step, after all of its micro-batches ({self._accumulate}); session.step() already "
                 "commits an attached sampler, so do not call both. It commits each of several: of samplers that take "
                 "turns attach one object with state_dict(), load_state_dict() and a commit() for the one in use"
             )
@@ -276,11 +279,11 @@ class ElasticBatchSampler:
                 "finish, and commit() counts them in the order of the epoch: a resume would repeat some samples and "
                 "lose others. Leave in_order at its default, True"
             )
-        self._consumption.on_commit(self._fetched, self._end)
-        self._refuse_skipped_steps(self._consumption.skips(self._global_batch))
+        self._consumption.on_commit(self._fetched, self._epoch_end)
+        self._refuse_skipped_steps(self._consumption.skips_steps(self._global_batch))
         self._usage.has_committed = True
         # The samples that drop_last leaves out belong to the last step, so that offset == length always means "over".
-        self._offset = self._size if step.stop == self._end else step.stop
+        self._offset = self._size if step.stop == self._epoch_end else step.stop
         self._restored = False
         self._finished_here = self._offset == self._size
 
@@ -291,17 +294,17 @@ class ElasticBatchSampler:
         an epoch resumed at its very end yields nothing. Raises SamplerError for an epoch before a restored one before
         the first commit since: a loop written `range(epochs)` would train on everything again.
         """
-        epoch = _integer("epoch", epoch, at_least=0)
+        epoch = _checked_integer("epoch", epoch, at_least=0)
         if self._stopped:
             return
         if epoch < self._epoch and self._restored:
             raise SamplerError(
-                f"set_epoch({epoch}) after a restore at {self._position()} would train on finished epochs again; write "
-                "the loop as `for epoch in range(sampler.epoch, epochs)`"
+                f"set_epoch({epoch}) after a restore at {self._cursor_text()} would train on finished epochs again; "
+                "write the loop as `for epoch in range(sampler.epoch, epochs)`"
             )
         self._finished_here = False
         if epoch != self._epoch:
-            self._refuse_skipped_steps(self._consumption.skipped(self._global_batch, self._world_size))
+            self._refuse_skipped_steps(self._consumption.has_skipped_steps(self._global_batch, self._world_size))
             self._place_cursor(epoch, 0)
 
     @property
@@ -361,7 +364,7 @@ class ElasticBatchSampler:
         offset would mean other samples. A different global_batch or drop_last is accepted between epochs (at the
         beginning or the end of one) and refused inside one.
         """
-        epoch, offset = _check_state(state, self.state_dict(), self._order_name)
+        epoch, offset = _checked_cursor(state, self.state_dict(), self._order_name)
         self._place_cursor(epoch, offset)
         self._restored = True
         self._finished_here = False
@@ -378,18 +381,18 @@ class ElasticBatchSampler:
             raise SamplerError(
                 f"epoch {self._epoch} is finished; call sampler.set_epoch({self._epoch + 1}) before the next iteration"
             )
-        self._refuse_skipped_steps(self._consumption.skipped(self._global_batch, self._world_size))
-        self._consumption = _Consumption(_calling_loader(self), steps=len(self._starts_left()))
+        self._refuse_skipped_steps(self._consumption.has_skipped_steps(self._global_batch, self._world_size))
+        self._consumption = _Consumption(_calling_loader(self), steps_at_start=len(self._remaining_step_starts()))
         if self.on_next is not None:
             self.on_next(True)
-        self._usage.begun += 1
+        self._usage.begun_iterations += 1
         # Not a generator itself: it starts at the cursor of iter(), not of the first next().
-        return self._micro_batches(self._starts_left(), self._generation)
+        return self._micro_batches(self._remaining_step_starts(), self._generation)
 
     def _micro_batches(self, starts: range, generation: int) -> Iterator[list[int]]:
         from torch import is_grad_enabled
 
-        epoch, iteration, usage = self._epoch, self._usage.begun, self._usage
+        epoch, iteration, usage = self._epoch, self._usage.begun_iterations, self._usage
         order = self._order(epoch)
         share = -(-self._global_batch // self._world_size)
         chunk, done = _FIRST_CHUNK, 0
@@ -408,16 +411,16 @@ class ElasticBatchSampler:
                 self._refuse_stale(step, generation, epoch)
                 if micro == self._accumulate - 1:
                     self._fetched = max(self._fetched, step.stop)
-                usage.fetched += 1
+                usage.fetched_batches += 1
                 usage.fetched_to_train += is_grad_enabled()
                 yield indices[taken : taken + stop - start]
                 taken += stop - start
             done += len(steps)
             chunk = min(2 * chunk, _LARGEST_CHUNK)
-        usage.exhausted = max(usage.exhausted, iteration)
+        usage.last_exhausted = max(usage.last_exhausted, iteration)
         if generation == self._generation:
             self._consumption.exhausted = True
-            self._refuse_skipped_steps(self._consumption.skips(self._global_batch))
+            self._refuse_skipped_steps(self._consumption.skips_steps(self._global_batch))
 
     def _report_next(self) -> None:
         if self.on_next is not None:
@@ -436,8 +439,8 @@ class ElasticBatchSampler:
         if not skipped or not 0 < self._offset < self._size:
             return
         raise SamplerError(
-            f"the cursor is at {self._position()}, but all samples before {self._fetched} were fetched, more than one "
-            "step for each commit(). If this DataLoader went through Accelerate's prepare(), leave it out: "
+            f"the cursor is at {self._cursor_text()}, but all samples before {self._fetched} were fetched, more than "
+            "one step for each commit(). If this DataLoader went through Accelerate's prepare(), leave it out: "
             "the sampler already gives each rank its share. If each step trains on several micro-batches, give "
             "ElasticBatchSampler(accumulate=...)"
         )
@@ -446,7 +449,7 @@ class ElasticBatchSampler:
         if generation != self._generation or step.start < self._offset:
             raise SamplerError(
                 f"this iterator would continue at epoch {epoch}, sample {step.start}, but the sampler was moved to "
-                f"{self._position()}, by set_epoch(), load_state_dict() or commits of steps of another iterator; "
+                f"{self._cursor_text()}, by set_epoch(), load_state_dict() or commits of steps of another iterator; "
                 "start a new iteration over the DataLoader"
             )
 
@@ -463,11 +466,11 @@ class ElasticBatchSampler:
         start = step.start + number * base + min(number, larger)
         return _Slice(start, start + base + (number < larger))
 
-    def _starts_left(self) -> range:
-        return range(self._offset, self._end, self._global_batch)
+    def _remaining_step_starts(self) -> range:
+        return range(self._offset, self._epoch_end, self._global_batch)
 
     def _step_from(self, start: int) -> _Slice:
-        return _Slice(start, min(start + self._global_batch, self._end))
+        return _Slice(start, min(start + self._global_batch, self._epoch_end))
 
     def _step_at_cursor(self, caller: str) -> _Slice:
         if self._offset == self._size:
@@ -486,17 +489,17 @@ class ElasticBatchSampler:
         self._consumption = _Consumption(_Loader())
 
     @property
-    def _end(self) -> int:
+    def _epoch_end(self) -> int:
         return self._size - self._size % self._global_batch if self._drop_last else self._size
 
-    def _position(self) -> str:
+    def _cursor_text(self) -> str:
         return f"epoch {self._epoch}, sample {self._offset} of {self._size}"
 
 
 def _calling_loader(sampler: object) -> _Loader:
     """The DataLoader whose iterator is asking for indices: it names neither itself nor its options to a sampler."""
     frame = sys._getframe(2)
-    for _ in range(_WRAPPER_FRAMES):
+    for _ in range(_MAX_WRAPPER_FRAMES):
         names = frame.f_locals if frame.f_globals.get("__name__", "").startswith(_LOADER_MODULES) else {}
         iterator: Any = names.get("self")
         if hasattr(iterator, "_index_sampler"):
@@ -520,7 +523,7 @@ def _refuse_batches_of_batches(index_sampler: Any, sampler: object) -> None:
         )
 
 
-def _length(dataset: Sized | int) -> int:
+def _dataset_length(dataset: Sized | int) -> int:
     if isinstance(dataset, bool):
         raise SamplerError(f"dataset={dataset}: give a dataset or its length")
     if isinstance(dataset, int):
@@ -538,7 +541,7 @@ def _length(dataset: Sized | int) -> int:
     return size
 
 
-def _integer(name: str, value: object, *, at_least: int) -> int:
+def _checked_integer(name: str, value: object, *, at_least: int) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -555,8 +558,8 @@ def _rank_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
         raise SamplerError("give both rank and world_size, or neither to take them from the process group")
     if rank is None or world_size is None:
         return _rank_in_group()
-    ranks = _integer("world_size", world_size, at_least=1)
-    number = _integer("rank", rank, at_least=0)
+    ranks = _checked_integer("world_size", world_size, at_least=1)
+    number = _checked_integer("rank", rank, at_least=0)
     if number >= ranks:
         raise SamplerError(f"rank={number} must be below world_size={ranks}")
     return number, ranks
@@ -577,7 +580,7 @@ def _rank_in_group() -> tuple[int, int]:
     return 0, 1
 
 
-def _check_state(
+def _checked_cursor(
     state: Mapping[str, object], mine: Mapping[str, int | bool | str], order_name: Callable[[int], str]
 ) -> tuple[int, int]:
     """(epoch, offset) of a saved state that fits this sampler; SamplerError, naming the difference, otherwise."""

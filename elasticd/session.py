@@ -57,9 +57,9 @@ __all__ = ["Resumed", "Session", "init"]
 logger = logging.getLogger("elasticd")
 T = TypeVar("T")
 
-MOST_PARTIAL = 256
+MAX_DEFERRED_STEPS = 256
 """Steps for which a save, a pause or a stop waits for an optimizer's step: gradients may also be old ones."""
-_HELD_PAUSE = "the agent requested a pause, and all processes stay"
+_PAUSE_WITHOUT_SAVE_REASON = "the agent requested a pause, and all processes stay"
 """The reason of a pause without a checkpoint."""
 _NEW, _STAYS = b"new", b"stays"
 """The word of each rank about its process, at the beginning of a round."""
@@ -115,7 +115,7 @@ class Session:
         self._modules = DataParallelModules(self._issued)
         if self._launch.is_connected:
             self._modules.watch()
-            self._launch.on_change = lambda: self._modules.check_before_forward(self._launch.check)
+            self._launch.on_change = lambda: self._modules.check_before_forward(self._launch.raise_if_changed)
         self._entry: EntryState | None = None
         """State of this process at the call of `run`; None before."""
         self._is_attached_by_train = False
@@ -270,7 +270,7 @@ class Session:
             what = f"attach({every[0][0]}=...) after restore(): attach everything before it, also what is used later"
             if self._restored or not self._stepped:
                 raise UsageError(what)
-            self._say(f"{what}; a run that resumes from here refuses this call")
+            self._say_once(f"{what}; a run that resumes from here refuses this call")
         for obj in objects.values():
             # A wrapper around an optimizer may be one without having called its __init__.
             if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):
@@ -283,7 +283,7 @@ class Session:
         self._omissions.watch()
         if every and self._donor is not None:
             self._donor.close()
-        self._committing = [obj for obj in self._every_object() if callable(getattr(obj, "commit", None))]
+        self._committing = [obj for obj in self._attached_objects() if callable(getattr(obj, "commit", None))]
         return self
 
     def restore(self, directory: str | os.PathLike[str] | None = None, step: int | None = None) -> Resumed | None:
@@ -392,7 +392,7 @@ class Session:
             self._say_stopped("save()")
             return False
         if how == "inside a step":
-            self._say(
+            self._say_once(
                 f"session.save() inside step {self._steps + 1}: the optimizer's step, or gradients that it uses, are "
                 "no part of a step yet. The checkpoint is saved at the end of that step. Call it after session.step()"
             )
@@ -438,7 +438,7 @@ class Session:
             self._say_stopped("step()")
             return
         if not self._stepped:
-            self._begin_steps()
+            self._on_first_step()
         self._omissions.at_step()
         if self._donor is not None:
             self._donor.begin_commit()
@@ -455,7 +455,7 @@ class Session:
             self._is_put_off, self._due = True, str(self._context.every)
         decision = self._decisions.decide_at(self._steps, self._is_put_off)
         action: Action = decision.action if decision else "continue"
-        saved = holds = action == "pause" and decision is not None and decision.reason == _HELD_PAUSE
+        saved = holds = action == "pause" and decision is not None and decision.reason == _PAUSE_WITHOUT_SAVE_REASON
         if holds and self._donor is not None:
             self._donor.begin_pause()
         elif decision and (action in ("save", "pause") or (action == "stop" and self._is_saved_at_stop())):
@@ -477,7 +477,7 @@ class Session:
             self._should_stop = True
             if saved and self._donor is not None:
                 self._donor.close()  # what the script trains from here on is no step
-            for obj in self._every_object():
+            for obj in self._attached_objects():
                 if callable(on_stop := getattr(obj, "on_stop", None)):
                     on_stop()
 
@@ -485,15 +485,15 @@ class Session:
         """The script uses checkpoints."""
         return self._context.every is not None or self._calls > 0
 
-    def _every_object(self) -> list[Any]:
+    def _attached_objects(self) -> list[Any]:
         return [*self._attached.values(), *self._context.per_rank.values()]
 
-    def _begin_steps(self) -> None:
+    def _on_first_step(self) -> None:
         """At the first step: what is attached is known now."""
         self._stepped = True
         self._sigterm.install()
         if self._is_attached_by_train and self._is_running and self._launch.is_connected:
-            self._enter_with_attached()
+            self._enter_train_with_attached()
         if self._attached and self._context.directory is not None:
             if not self._has_called_restore:
                 self._channel.call = "step()"
@@ -545,7 +545,7 @@ class Session:
             why = self._reason_against_staying()
             self._is_attached_by_train = not self._attached and not why
             self._entry = EntryState(self._attached, self._group.device)
-            self._modules.enter()
+            self._modules.on_run_begin()
             if self._is_ahead:
                 self._enter_first_round(why)
             elif self._attached and not self._has_called_restore and self._has_directory():
@@ -555,17 +555,17 @@ class Session:
             if why or not self._launch.is_connected:
                 return train()
             self._hold_restored()
-            self._enter()
+            self._enter_train()
             return in_place.run(train, self._launch, self._change_round)
         finally:
             self._is_running = False
 
-    def _enter(self) -> None:
+    def _enter_train(self) -> None:
         """Tell the launcher that this process can leave `train`, once it is known what is attached."""
         if self._attached:
-            self._launch.enter()
+            self._launch.enter_train()
 
-    def _enter_with_attached(self) -> None:
+    def _enter_train_with_attached(self) -> None:
         """At the first step, where `train` attaches by itself."""
         assert self._entry is not None
         self._entry.keep(self._attached)
@@ -574,10 +574,10 @@ class Session:
         elif not self._attached or self._context.directory is None:
             self._say_restarts(in_place.NOTHING_TO_RESTORE)
         else:
-            self._enter()
+            self._enter_train()
 
     def _say_restarts(self, why: str) -> None:
-        self._say(f"a change of ranks restarts every process: {why}")
+        self._say_once(f"a change of ranks restarts every process: {why}")
 
     def at_entry(self, call: Callable[[], None]) -> None:
         """Have `call` called before each further call of `train`: for what keeps a rank of its own in this process."""
@@ -589,14 +589,14 @@ class Session:
         if why or not self._launch.is_connected:
             raise UsageError(f"this process cannot join the job that runs: {why or 'its launcher is gone'}")
         self._close_round()
-        self._modules.release()
+        self._modules.release_group()
         process_group.leave(self._group)
         self._enter_round()
 
     def _check_call(self, call: str) -> None:
         if self._is_ahead:
             raise UsageError(newcomer.refusal(f"session.{call}"))
-        self._launch.check()
+        self._launch.raise_if_changed()
 
     def _has_directory(self) -> bool:
         return bool(self._context.directory or self._directory or os.environ.get("ELASTICD_CHECKPOINT_DIR"))
@@ -624,7 +624,7 @@ class Session:
             if self._holder is not None:
                 self._holder.on_script_failure()  # all ranks may raise, and nobody else has the state then
             raise
-        self._enter()
+        self._enter_train()
 
     def _leave_round(self, why: str) -> None:
         """Give up all that belongs to the round, without waiting for the others: they do the same, or are gone."""
@@ -635,7 +635,7 @@ class Session:
             why = "nothing has been saved yet"
         if not why:
             self._close_round()
-            self._modules.release()
+            self._modules.release_group()
             try:
                 self._transport.leave(self._group)
             except RuntimeError as error:  # of a device, which raises it for ever
@@ -652,10 +652,10 @@ class Session:
         holder = self._holder
         held = holder.held if holder is not None else None
         self._launch.report_entry(self._steps, held.commit.step if held is not None else 0)
-        release = self._launch.released()
+        release = self._launch.wait_for_release()
         if holder is not None:
             holder.drop_if_changed()
-        self._launch.follow(release)
+        self._launch.apply_release(release)
         self._is_ahead, self._has_left = False, True
         self._heartbeat.switch_file(os.environ["ELASTICD_HEARTBEAT"])
         environment = process_group.read_environment()
@@ -669,11 +669,11 @@ class Session:
         self._entry.put_back()
         for call in self._at_entry:
             call()
-        syncs = _NEW in self._channel.read_all("entry", "whether its process is new")
+        has_new_ranks = _NEW in self._channel.read_all("entry", "whether its process is new")
         if holder is not None:
             holder.skip_held_copy()
         is_restored = functools.partial(in_place.is_restored, self._attached, self._optional)
-        self._modules.rebuild(is_restored, syncs, keeps=holder is not None and group.rank != 0)
+        self._modules.rebuild(is_restored, has_new_ranks, keeps_values=holder is not None and group.rank != 0)
         if self._is_attached_by_train:
             self._entry.keep({})
             return
@@ -752,7 +752,7 @@ class Session:
         """
         if self._scalars is not None and not self._closed:
             self._scalars.close()
-        has_failed = ends_by(sys.exc_info()[1])  # called by `finally`, or at the end of `with`
+        has_failed = ends_in_failure(sys.exc_info()[1])  # called by `finally`, or at the end of `with`
         if self._donor is not None:
             if has_failed:
                 self._donor.on_script_failure()
@@ -760,7 +760,7 @@ class Session:
         self._omissions.close(has_failed)
         self._saver.close(wait=not has_failed)
         self._sigterm.close()
-        self._modules.close()
+        self._modules.unwatch()
         self._barriers.close()
         self._publisher.close()
         if not self._closed and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -807,26 +807,26 @@ class Session:
         return self._issued() > self._issued_at_step >= 0
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
-        self._launch.check()
+        self._launch.raise_if_changed()
         self._optimized = True
         self._saver.rank_state.stepped.add(id(optimizer))
         if self._between_steps is not None and not self._between_steps.has_begun:
-            self._begin_step(is_certain=False)
+            self._on_step_begin(is_certain=False)
 
     def _on_next(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
         """An attached sampler is asked for a batch."""
-        self._launch.check()
+        self._launch.raise_if_changed()
         if threading.get_ident() != self._thread:
             return
         is_first = self._between_steps is not None and not self._between_steps.has_begun
         self._samplers.on_next(sampler, is_iteration=is_iteration, is_first=is_first, has_stepped=self._stepped)
         if is_first:
-            self._begin_step(is_certain=True)
+            self._on_step_begin(is_certain=True)
 
-    def _begin_step(self, is_certain: bool) -> None:
+    def _on_step_begin(self, is_certain: bool) -> None:
         assert self._between_steps is not None
         if what := self._between_steps.on_step_begin(is_certain):
-            self._say(what, key=" ".join(self._between_steps.changed))
+            self._say_once(what, key=" ".join(self._between_steps.changed))
             self._due = self._due or self._between_steps.why_save_again()
 
     def _has_gradients(self) -> bool:
@@ -838,12 +838,12 @@ class Session:
         )
 
     def _say_stopped(self, call: str) -> None:
-        self._say(
+        self._say_once(
             f"session.{call} after the stop at step {self._steps} has no effect: all ranks have stopped there, and a "
             "resumed run continues from there. Leave every loop and end the script when session.should_stop is True"
         )
 
-    def _say(self, what: str, key: str = "") -> None:
+    def _say_once(self, what: str, key: str = "") -> None:
         """Once for each key: on this rank's stderr, and by rank 0 in the job's log."""
         key = key or what
         if key in self._said:
@@ -869,33 +869,38 @@ class Session:
         """Rank 0: what all ranks should do at this decision point, and why. No save of any kind lies between
         accumulated gradients, which it would not hold.
         """
-        action, why = self._wanted()
+        action, why = self._wanted_action()
         if self._was_optimized:
             self._partial = 0
-        if action == "continue" or self._was_optimized or self._partial == MOST_PARTIAL or not self._has_gradients():
+        if (
+            action == "continue"
+            or self._was_optimized
+            or self._partial == MAX_DEFERRED_STEPS
+            or not self._has_gradients()
+        ):
             return action, why
         self._partial += 1
         return "wait", why
 
-    def _wanted(self) -> tuple[Action, str]:
+    def _wanted_action(self) -> tuple[Action, str]:
         if why := self._stop_reason():
             return "stop", why
         if self._pauses.take_request(
             self._steps, can_pause=self._context.directory is not None and bool(self._attached)
         ):
-            return "pause", _HELD_PAUSE if self._can_hold() else "the agent requested a pause"
+            return "pause", _PAUSE_WITHOUT_SAVE_REASON if self._can_hold_in_pause() else "the agent requested a pause"
         if why := self._due or self._saver.due_by_time():
             return "save", why
         return "continue", ""
 
-    def _can_hold(self) -> bool:
+    def _can_hold_in_pause(self) -> bool:
         """The processes that stay can have the state in a pause, and no checkpoint is due."""
         if not (self._pauses.all_stay and self._entry is not None and self._launch.is_connected) or self._due:
             return False
         return self._donor is not None and self._donor.can_hold and not self._is_put_off
 
     def _stop_reason(self) -> str:
-        self._launch.check()
+        self._launch.raise_if_changed()
         if self._heartbeat.request & heartbeat.REQUEST_KIND_MASK == heartbeat.STOP:
             return "the agent requested a stop"
         # Under an agent the agent decides: batch systems signal every process of a job, also where only one node has to
@@ -910,13 +915,13 @@ class Session:
                 self._steps,
                 lambda: self._pauses.wait(self._steps, saved, self._stop_reason),
                 self._pauses.timeout_s,
-                self._launch.rest,
+                self._launch.sleep_until_changed,
             )
         finally:
             self._heartbeat.set_phase(before)
         return over.action
 
 
-def ends_by(error: BaseException | None) -> bool:
+def ends_in_failure(error: BaseException | None) -> bool:
     """The script ends by this exception, which is being handled, and has not done all of its work."""
     return error.code not in (None, 0) if isinstance(error, SystemExit) else error is not None

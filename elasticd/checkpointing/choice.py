@@ -293,7 +293,7 @@ class Chooser:
 
     def _older(self, newest: Snapshot | None, in_memory: list[Snapshot], on_disk: list[Entry]) -> list[Entry]:
         """The older checkpoints to use where restarts in a row made no progress from the newest state; else none."""
-        count = self._context.environment.failed_restarts
+        count = self._context.environment.restarts_without_progress
         if count < SUSPECT_AFTER or self._has_progressed(newest):
             return []
         steps = [snapshot.draft.step for snapshot in in_memory] + [entry.manifest.step for entry in on_disk[:1]]

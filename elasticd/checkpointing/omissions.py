@@ -31,7 +31,7 @@ from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import local
 from elasticd.errors import UsageError
-from elasticd.sampler import ElasticBatchSampler, Usage, uncommitted, usage_of
+from elasticd.sampler import ElasticBatchSampler, SamplerUsage, uncommitted_samplers, usage_of
 
 logger = logging.getLogger("elasticd")
 
@@ -195,7 +195,7 @@ class Omissions:
     def _check_samplers(self, number: int) -> None:
         """One that gives the batches of each step, and whose position is in no checkpoint."""
         before, self._fetched = self._fetched, {}
-        for sampler in uncommitted():
+        for sampler in uncommitted_samplers():
             if id(sampler) in self._known:
                 continue
             fetched = usage_of(sampler).fetched_to_train
@@ -227,8 +227,12 @@ class Omissions:
                 "would lose them. Call it after each optimizer step"
             )
         for usage in self._usages():
-            first = self._iterations.setdefault(id(usage), usage.begun)
-            if count > SEARCH_STEPS and first <= usage.exhausted < usage.begun and not usage.has_committed:
+            first = self._iterations.setdefault(id(usage), usage.begun_iterations)
+            if (
+                count > SEARCH_STEPS
+                and first <= usage.last_exhausted < usage.begun_iterations
+                and not usage.has_committed
+            ):
                 raise UsageError(
                     f"an epoch of the attached sampler has ended, with {count - 1} optimizer steps, and session.step() "
                     "was not called: nothing of it would be in a checkpoint. Call it after each optimizer step"
@@ -262,7 +266,7 @@ class Omissions:
             return
         samplers = self._usages()
         are_same = all(gradient() is not None and parameter.grad is gradient() for parameter, gradient, _ in gradients)
-        if samplers and all(usage.exhausted < usage.begun for usage in samplers):
+        if samplers and all(usage.last_exhausted < usage.begun_iterations for usage in samplers):
             is_wrong = are_same and self._count_fetches() == self._fetches
         else:
             is_wrong = are_same and all(
@@ -280,9 +284,9 @@ class Omissions:
             )
 
     def _count_fetches(self) -> int:
-        return sum(usage.fetched for usage in self._usages())
+        return sum(usage.fetched_batches for usage in self._usages())
 
-    def _usages(self) -> list[Usage]:
+    def _usages(self) -> list[SamplerUsage]:
         """Return the usage of each attached sampler."""
         return [usage_of(sampler) for sampler in self._attached.values() if isinstance(sampler, ElasticBatchSampler)]
 

@@ -11,7 +11,7 @@ from typing import Any
 from elasticd.errors import UsageError
 
 
-def check_ranks(theirs: int, ours: int, what: str, instead: str) -> None:
+def check_world_size(theirs: int, ours: int, what: str, instead: str) -> None:
     """Raises UsageError where a framework has another number of ranks than the session: each would train alone."""
     if theirs != ours:
         raise UsageError(f"{what} counts {theirs} ranks, and the session {ours}: {instead}")

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd.integrations import check_ranks, require
-from elasticd.integrations.loader import ElasticLoader, batches_of
+from elasticd.integrations import check_world_size, require
+from elasticd.integrations.loader import ElasticLoader, batch_sampler_of
 from elasticd.session import Session, init
 
 
@@ -66,11 +66,11 @@ class ElasticDataLoader(ElasticLoader):
                 "ElasticDataLoader: tensor, context and sequence parallelism share batches; leave them out"
             )
         self.session = session or init()
-        self.session.at_entry(follow_ranks)
+        self.session.at_entry(reload_ranks)
         ranks = self.session.world_size
-        check_ranks(accelerator.num_processes, ranks, "Accelerator", "on CPUs, give Accelerator(cpu=True)")
+        check_world_size(accelerator.num_processes, ranks, "Accelerator", "on CPUs, give Accelerator(cpu=True)")
         accumulates = accelerator.gradient_accumulation_steps
-        batch_size = batches_of(loader).batch_size
+        batch_size = batch_sampler_of(loader).batch_size
         self._per_step = batch_size * accumulates
         batch = global_batch or self._per_step * ranks
         # A loop without accumulation ends a step with every batch.
@@ -88,14 +88,14 @@ class ElasticDataLoader(ElasticLoader):
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left, in place of `range(count)`."""
-        self._begin()
+        self._attach_and_restore()
         for epoch in super().epochs(count):
             if self.session.should_stop:
                 return
             yield epoch
 
     def __iter__(self) -> Iterator[Any]:
-        self._begin()
+        self._attach_and_restore()
         send = require("accelerate.utils", "accelerate").send_to_device
         self._outside.close()
         if self._micro == self.sampler.accumulate - 1:  # the loop left the last iteration after that step
@@ -116,13 +116,13 @@ class ElasticDataLoader(ElasticLoader):
         self._micro = None
         self._outside.enter_context(self.session.phase("eval"))
 
-    def _begin(self) -> None:
+    def _attach_and_restore(self) -> None:
         if self._begun:
             return
         self._begun = True
         own = self._accelerator
         optimizers = [prepared.optimizer for prepared in own._optimizers]
-        schedulers = [self._steady(scheduler) for scheduler in own._schedulers]
+        schedulers = [self._tie_to_global_batch(scheduler) for scheduler in own._schedulers]
         scaler = {"scaler": own.scaler} if own.scaler is not None else {}
         kinds = {"model": own._models, "optimizer": optimizers, "scheduler": schedulers, "object": own._custom_objects}
         named = {f"{kind}{n or ''}": part for kind, parts in kinds.items() for n, part in enumerate(parts)}
@@ -134,7 +134,7 @@ class ElasticDataLoader(ElasticLoader):
         self.session.restore(directory)
         self.session.checkpoint(every, directory, keep)
 
-    def _steady(self, scheduler: Any) -> Any:
+    def _tie_to_global_batch(self, scheduler: Any) -> Any:
         """Accelerate steps a schedule once for each process: from here on, for as many as the global batch stands for.
 
         Returns the schedule itself.
@@ -148,7 +148,7 @@ class ElasticDataLoader(ElasticLoader):
                 f"each {self._per_step} samples; give a multiple of that"
             )
         scheduler.split_batches = True
-        inner, scheduler.scheduler = scheduler.scheduler, _Repeated(scheduler.scheduler, times)
+        inner, scheduler.scheduler = scheduler.scheduler, _RepeatedSchedule(scheduler.scheduler, times)
         return inner
 
     def _weighted_backward(self, loss: Any, **options: Any) -> None:
@@ -157,7 +157,7 @@ class ElasticDataLoader(ElasticLoader):
         self._backward(loss, **options)
 
 
-def follow_ranks() -> None:
+def reload_ranks() -> None:
     """Accelerate keeps rank and world size for the whole process: have it read those of the round again."""
     state = require("accelerate.state", "accelerate")
     is_on_cpu = state.PartialState().device.type == "cpu"
@@ -172,7 +172,7 @@ def forget_preparation(models: Iterable[Any]) -> None:
         vars(model).pop("_is_accelerate_prepared", None)
 
 
-class _Repeated:
+class _RepeatedSchedule:
     """A schedule that steps several times for each `step()`."""
 
     def __init__(self, scheduler: Any, times: int) -> None:
@@ -186,7 +186,7 @@ class _Repeated:
             self._scheduler.step(*args, **options)
 
 
-_PLACES = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint")
+_TORCHRUN_OPTIONS = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint")
 """Options of torchrun that `accelerate launch` derives from its own."""
 
 
@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> None:
         for name, value in environment.items()
         if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(name) != value
     }
-    for name in _PLACES:
+    for name in _TORCHRUN_OPTIONS:
         value = getattr(options, name, None)
         if value not in (None, "") and (has_port or name == "nproc_per_node"):
             found[f"PET_{name.upper()}"] = str(value)

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd.integrations import check_ranks
+from elasticd.integrations import check_world_size
 
 TESTED_MAJOR_VERSIONS = {"transformers": 5, "lightning": 2, "pytorch_lightning": 2}
 """The major versions that tests/frameworks has tried."""
@@ -28,21 +28,21 @@ def integrate(module: Any) -> None:
     """Let the framework of this module, which has just been imported, add its callback."""
     package = module.__name__.partition(".")[0]
     if package == "accelerate":
-        _wrap(module.Accelerator, "prepare", _prepare)
+        _wrap_method(module.Accelerator, "prepare", _prepare)
         return
     try:
         found = version(package)
     except PackageNotFoundError:
         found = "of no version"
     if found.partition(".")[0] != str(TESTED_MAJOR_VERSIONS[package]):
-        say(f"{package} {found} is left alone: only version {TESTED_MAJOR_VERSIONS[package]} is tested")
+        say_once(f"{package} {found} is left alone: only version {TESTED_MAJOR_VERSIONS[package]} is tested")
     elif package == "transformers":
-        _wrap(module.Trainer, "train", _train)
+        _wrap_method(module.Trainer, "train", _train)
     else:
-        _wrap(module.Trainer, "fit", _fit)
+        _wrap_method(module.Trainer, "fit", _fit)
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+def _wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Let `around(original, self, …)` stand for a method of the class."""
     original = getattr(owner, name)
 
@@ -65,13 +65,13 @@ def _train(original: Callable[..., Any], trainer: Any, *args: Any, **options: An
             raise UsageError("its training data is a stream")
         elastic = ElasticdCallback(trainer)
     except UsageError as error:
-        say(f"Trainer is left alone: {error}")
+        say_once(f"Trainer is left alone: {error}")
         return original(trainer, *args, **options)
     # A subclass may have come here from a `train` of its own, which must not begin again.
     elastic._original["train"] = functools.partial(original, trainer)
     trainer.add_callback(elastic)
     result = elastic._train(*args, **options)
-    _end_if_stopped(elastic.session)
+    _exit_if_stopped(elastic.session)
     return result
 
 
@@ -81,7 +81,7 @@ def _fit(
     from torch.utils.data import DataLoader
 
     from elasticd.integrations.lightning import ElasticdCallback
-    from elasticd.integrations.loader import ElasticLoader, batches_of
+    from elasticd.integrations.loader import ElasticLoader, batch_sampler_of
 
     if isinstance(train_dataloaders, ElasticLoader) or any(
         isinstance(callback, ElasticdCallback) for callback in trainer.callbacks
@@ -90,17 +90,19 @@ def _fit(
     try:
         if not isinstance(train_dataloaders, DataLoader):
             raise UsageError("fit(model, loader) is given no DataLoader for training")
-        accumulates, size = trainer.accumulate_grad_batches, batches_of(train_dataloaders).batch_size
+        accumulates, size = trainer.accumulate_grad_batches, batch_sampler_of(train_dataloaders).batch_size
         elastic = ElasticdCallback(size * accumulates * trainer.world_size)
         elastic.setup(trainer)
-        check_ranks(trainer.world_size, elastic.session.world_size, "Trainer", "give Trainer(devices=, num_nodes=)")
+        check_world_size(
+            trainer.world_size, elastic.session.world_size, "Trainer", "give Trainer(devices=, num_nodes=)"
+        )
         loader = elastic.loader(train_dataloaders, size if accumulates > 1 else None)
     except UsageError as error:
-        say(f"Lightning's Trainer is left alone: {error}")
+        say_once(f"Lightning's Trainer is left alone: {error}")
         return original(trainer, model, train_dataloaders, *args, **options)
     trainer.callbacks.append(elastic)
     result = original(trainer, model, loader, *args, **options)
-    _end_if_stopped(elastic.session)
+    _exit_if_stopped(elastic.session)
     return result
 
 
@@ -109,30 +111,30 @@ def _prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **optio
 
     # Trainer's own calls come from transformers; an ElasticDataLoader is no DataLoader.
     caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
-    if caller != "transformers" and any(isinstance(one, DataLoader) for one in args) and not _is_elastic(args):
-        say(
+    if caller != "transformers" and any(isinstance(one, DataLoader) for one in args) and not _has_elastic_loader(args):
+        say_once(
             "Accelerate is left alone: its loop is the script's, and counts epochs from 0 after a restart; "
             "ElasticDataLoader and loader.epochs() are three lines (elasticd docs frameworks)"
         )
     return original(accelerator, *args, **options)
 
 
-def _is_elastic(args: tuple[Any, ...]) -> bool:
+def _has_elastic_loader(args: tuple[Any, ...]) -> bool:
     from elasticd.integrations.loader import ElasticLoader
 
     return any(isinstance(one, ElasticLoader) for one in args)
 
 
-def _end_if_stopped(session: Any) -> None:
+def _exit_if_stopped(session: Any) -> None:
     """The script asks nobody whether the training has ended early."""
     if session.should_stop:
-        say(f"the job stops at step {session.steps}: the script ends here, before it takes the model for finished")
+        say_once(f"the job stops at step {session.steps}: the script ends here, before it takes the model for finished")
         session.close()
         sys.exit(0)
 
 
 @functools.cache
-def say(text: str) -> None:
+def say_once(text: str) -> None:
     """Print a sentence on rank 0, once."""
     if os.environ.get("RANK", "0") == "0":
         print(f"elasticd: --integrate auto: {text}", file=sys.stderr, flush=True)

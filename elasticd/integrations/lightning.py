@@ -22,15 +22,15 @@ from typing import Any
 
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.errors import UsageError
-from elasticd.integrations import check_ranks, require
+from elasticd.integrations import check_world_size, require
 from elasticd.integrations.loader import ElasticLoader
 from elasticd.session import Session, init
 
-_SHARDING = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
-_NUMBER = "__number__"
+_SHARDING_STRATEGIES = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_NUMBER_KEY = "__number__"
 
 
-def _lightning(module: str) -> Any:
+def _import_lightning(module: str) -> Any:
     """A module of `lightning`, or of `pytorch_lightning` if that is what the script has imported."""
     is_older = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     return require(module.replace("lightning.", "pytorch_lightning.", 1) if is_older else module, "lightning")
@@ -50,7 +50,7 @@ class ElasticdCallback:
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        base = _lightning("lightning.pytorch").Callback
+        base = _import_lightning("lightning.pytorch").Callback
         return object.__new__(type(cls.__name__, (cls, base), {}))
 
     def __init__(
@@ -72,7 +72,7 @@ class ElasticdCallback:
     @property
     def environment(self) -> Any:
         """A ClusterEnvironment for `Trainer(plugins=)`: ranks and their number are the session's."""
-        base = _lightning("lightning.fabric.plugins.environments").TorchElasticEnvironment
+        base = _import_lightning("lightning.fabric.plugins.environments").TorchElasticEnvironment
         session = self.session
         own = {
             "world_size": lambda _: session.world_size,
@@ -104,7 +104,7 @@ class ElasticdCallback:
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
         kind = type(trainer.strategy)
-        if shards := next((base.__name__ for base in kind.__mro__ if base.__name__ in _SHARDING), None):
+        if shards := next((base.__name__ for base in kind.__mro__ if base.__name__ in _SHARDING_STRATEGIES), None):
             raise UsageError(
                 f"ElasticdCallback: {shards} keeps a part of the state on every rank; leave it out, or resume from "
                 "Lightning's own checkpoints"
@@ -115,7 +115,7 @@ class ElasticdCallback:
             raise UsageError(
                 "ElasticdCallback: the training data has no elastic loader; fit(model, elastic.loader(loader))"
             )
-        check_ranks(trainer.world_size, self.session.world_size, "Trainer", "give Trainer(**elastic.arguments())")
+        check_world_size(trainer.world_size, self.session.world_size, "Trainer", "give Trainer(**elastic.arguments())")
         if self._loader.sampler.accumulate != trainer.accumulate_grad_batches:
             raise UsageError(
                 f"ElasticdCallback: the loader gives {self._loader.sampler.accumulate} batches for a step, and "
@@ -141,14 +141,14 @@ class ElasticdCallback:
         backward = getattr(pl_module.backward, "unweighted", pl_module.backward)
 
         def weighted(loss: Any, *args: Any, **options: Any) -> None:
-            backward(loss * self._scale(trainer), *args, **options)
+            backward(loss * self._loss_scale(trainer), *args, **options)
 
         weighted.unweighted = backward  # type: ignore[attr-defined]  # a module may be fitted again
         pl_module.backward = weighted
         # Lightning's handler calls a collective from wherever the signal comes; the session's only notes it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _scale(self, trainer: Any) -> float:
+    def _loss_scale(self, trainer: Any) -> float:
         assert self._loader is not None
         sampler = self._loader.sampler
         micro = trainer.fit_loop.epoch_loop.batch_idx % sampler.accumulate
@@ -187,9 +187,9 @@ class _TrainerState:
         module = trainer.lightning_module
         callbacks = [callback for callback in trainer.callbacks if callback is not own]
         hooked: list[Any] = [*((callback, (trainer, module)) for callback in callbacks), (module, ())]
-        lightning = _lightning("lightning.pytorch")
+        lightning = _import_lightning("lightning.pytorch")
         bases = (lightning.Callback, lightning.LightningModule)
-        self._hooked = [(owner, given) for owner, given in hooked if _overrides(owner, bases)]
+        self._hooked = [(owner, given) for owner, given in hooked if _overrides_checkpoint_hooks(owner, bases)]
         """Whose hooks are called, in Lightning's order, and with what before the checkpoint."""
         self.only_at_saves = bool(self._hooked)
 
@@ -197,75 +197,75 @@ class _TrainerState:
         data = self._trainer.datamodule
         return {
             "loops": self._trainer.fit_loop.state_dict(),
-            "callbacks": _pack(self._callbacks()),
-            "data": _pack(data.state_dict()) if data is not None else {},
-            "hooks": _pack(self._added()),
+            "callbacks": _pack_numbers(self._callback_states()),
+            "data": _pack_numbers(data.state_dict()) if data is not None else {},
+            "hooks": _pack_numbers(self._values_from_hooks()),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
         self._trainer.fit_loop.load_state_dict(state["loops"])
-        callbacks = _unpack(state["callbacks"])
+        callbacks = _unpack_numbers(state["callbacks"])
         if self._hooked:
-            checkpoint = {**self._checkpoint(), "callbacks": callbacks, **_unpack(state["hooks"])}
+            checkpoint = {**self._checkpoint_for_hooks(), "callbacks": callbacks, **_unpack_numbers(state["hooks"])}
             for owner, given in self._hooked:
                 owner.on_load_checkpoint(*given, checkpoint)
         for callback in self._trainer.callbacks:
             if callbacks.get(callback.state_key):
                 callback.load_state_dict(callbacks[callback.state_key])
         if state["data"] and self._trainer.datamodule is not None:
-            self._trainer.datamodule.load_state_dict(_unpack(state["data"]))
+            self._trainer.datamodule.load_state_dict(_unpack_numbers(state["data"]))
 
-    def _callbacks(self) -> StateDict:
+    def _callback_states(self) -> StateDict:
         return {callback.state_key: callback.state_dict() for callback in self._trainer.callbacks}
 
-    def _added(self) -> StateDict:
+    def _values_from_hooks(self) -> StateDict:
         """The values that hooks add to a checkpoint, or put in the place of others."""
         if not self._hooked:
             return {}
-        before = self._checkpoint()
+        before = self._checkpoint_for_hooks()
         checkpoint = dict(before)
         for hooked, given in self._hooked:
             hooked.on_save_checkpoint(*given, checkpoint)
         return {key: value for key, value in checkpoint.items() if value is not before.get(key)}
 
-    def _checkpoint(self) -> StateDict:
+    def _checkpoint_for_hooks(self) -> StateDict:
         """The keys that hooks find in one of Lightning's checkpoints."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
             "state_dict": trainer.lightning_module.state_dict(),
-            "callbacks": self._callbacks(),
+            "callbacks": self._callback_states(),
             "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         }
 
 
-def _overrides(obj: Any, bases: tuple[Any, ...]) -> bool:
+def _overrides_checkpoint_hooks(obj: Any, bases: tuple[Any, ...]) -> bool:
     names = ("on_save_checkpoint", "on_load_checkpoint")
     own = [getattr(type(obj), name) for name in names]
     return all(own != [getattr(base, name) for name in names] for base in bases)
 
 
-def _pack(value: Any) -> Any:
+def _pack_numbers(value: Any) -> Any:
     """Single numbers in tensors become Python's, which a rank can save at a fault; all else stays what it is."""
     import torch
 
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return {_NUMBER: [value.item(), str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        return {_NUMBER_KEY: [value.item(), str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if type(value) is dict:
-        return {key: _pack(item) for key, item in value.items()}
+        return {key: _pack_numbers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_pack, value))
+        return type(value)(map(_pack_numbers, value))
     return value.item() if hasattr(value, "dtype") and type(value).__module__ == "numpy" and not value.shape else value
 
 
-def _unpack(value: Any) -> Any:
+def _unpack_numbers(value: Any) -> Any:
     import torch
 
-    if type(value) is dict and value.keys() == {_NUMBER}:
-        number, kind, shape = value[_NUMBER]
+    if type(value) is dict and value.keys() == {_NUMBER_KEY}:
+        number, kind, shape = value[_NUMBER_KEY]
         return torch.tensor(number, dtype=getattr(torch, kind)).reshape(shape)
     if type(value) is dict:
-        return {key: _unpack(item) for key, item in value.items()}
-    return type(value)(map(_unpack, value)) if type(value) in (list, tuple) else value
+        return {key: _unpack_numbers(item) for key, item in value.items()}
+    return type(value)(map(_unpack_numbers, value)) if type(value) in (list, tuple) else value

@@ -10,8 +10,8 @@ from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.errors import UsageError
 from elasticd.sampler import ElasticBatchSampler
 
-_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-_OPTIONS_OF_WORKERS = ("prefetch_factor", "persistent_workers")
+_COPIED_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+_COPIED_WORKER_OPTIONS = ("prefetch_factor", "persistent_workers")
 
 
 class ElasticLoader:
@@ -34,8 +34,8 @@ class ElasticLoader:
         import torch
         from torch.utils.data import DataLoader
 
-        batches = batches_of(loader)
-        order, shuffle = _order(batches.sampler, len(loader.dataset))
+        batches = batch_sampler_of(loader)
+        order, shuffle = _kept_order(batches.sampler, len(loader.dataset))
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         self.sampler = ElasticBatchSampler(
             loader.dataset,
@@ -46,9 +46,9 @@ class ElasticLoader:
             drop_last=batches.drop_last,
             order=order,
         )
-        options = {name: getattr(loader, name) for name in _OPTIONS}
+        options = {name: getattr(loader, name) for name in _COPIED_OPTIONS}
         if loader.num_workers:
-            options |= {name: getattr(loader, name) for name in _OPTIONS_OF_WORKERS}
+            options |= {name: getattr(loader, name) for name in _COPIED_WORKER_OPTIONS}
         # Of its own: a restart begins one iteration more, which would draw from the stream that dropout uses.
         generator = torch.Generator().manual_seed(seed)
         self._loader: Any = DataLoader(loader.dataset, batch_sampler=self.sampler, generator=generator, **options)
@@ -78,7 +78,7 @@ class ElasticLoader:
             yield epoch
 
 
-def batches_of(loader: Any) -> Any:
+def batch_sampler_of(loader: Any) -> Any:
     """The loader's own BatchSampler, inside of what shards its batches."""
     from torch.utils.data import BatchSampler, IterableDataset
 
@@ -98,7 +98,7 @@ def batches_of(loader: Any) -> Any:
     return batches
 
 
-def _order(sampler: Any, samples: int) -> tuple[Any, bool]:
+def _kept_order(sampler: Any, samples: int) -> tuple[Any, bool]:
     """The sampler whose order is kept, None if the elastic sampler's takes its place; whether that is shuffled."""
     from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 

@@ -33,14 +33,14 @@ from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
-from elasticd.integrations import check_ranks, require
-from elasticd.integrations.accelerate import follow_ranks, forget_preparation
+from elasticd.integrations import check_world_size, require
+from elasticd.integrations.accelerate import forget_preparation, reload_ranks
 from elasticd.integrations.loader import ElasticLoader
 from elasticd.session import Session, init
 
-_OVERRIDDEN = ("get_train_dataloader", "compute_loss", "evaluation_loop", "train")
+_WRAPPED_METHODS = ("get_train_dataloader", "compute_loss", "evaluation_loop", "train")
 """Methods of this trainer that the callback wraps; Trainer documents them as those that a subclass may override."""
-_PLAIN = {type(None), bool, int, float, str}
+_PLAIN_TYPES = {type(None), bool, int, float, str}
 _IGNORED_LABEL = -100
 
 
@@ -69,11 +69,11 @@ class ElasticdCallback:
         directory: str | os.PathLike[str] | None = None,
         session: Session | None = None,
     ) -> None:
-        _check(trainer)
+        _check_supported(trainer)
         self.session = session or init()
-        self.session.at_entry(follow_ranks)
+        self.session.at_entry(reload_ranks)
         args = trainer.args
-        check_ranks(
+        check_world_size(
             args.world_size, self.session.world_size, "Trainer", "on CPUs, give TrainingArguments(use_cpu=True)"
         )
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -82,7 +82,7 @@ class ElasticdCallback:
         self._every, self._keep = every, keep
         chosen = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR") or Path(args.output_dir) / "elasticd"
         self._directory = resolve(chosen)
-        self._history = _History(self._directory)
+        self._history = _LogHistory(self._directory)
         self._phase = ExitStack()
         self._micro = 0
         self._due = {"evaluate": False, "save": False}
@@ -91,8 +91,8 @@ class ElasticdCallback:
         """The actions that a fault has kept it from after the step that was resumed from."""
         args.ignore_data_skip = True
         args.average_tokens_across_devices = True  # however many labels each rank has
-        self._original = {name: getattr(trainer, name) for name in _OVERRIDDEN}
-        for name in _OVERRIDDEN:
+        self._original = {name: getattr(trainer, name) for name in _WRAPPED_METHODS}
+        for name in _WRAPPED_METHODS:
             setattr(trainer, name, getattr(self, f"_{name}"))
 
     def __getattr__(self, name: str) -> Any:
@@ -157,23 +157,23 @@ class ElasticdCallback:
         resumed = self.session.restore(self._directory)
         self.session.checkpoint(self._every, self._directory, self._keep)
         if resumed is not None:
-            self._resume(args, state)
+            self._find_missed_actions(args, state)
         elif state.global_step:  # from a checkpoint of Trainer's
             epoch, steps = divmod(state.global_step, sampler.steps_per_epoch)
             sampler.set_epoch(epoch)
             sampler.load_state_dict({**sampler.state_dict(), "offset": steps * sampler.global_batch})
         elif self.session.rank == 0:
-            self._history.cut(0)
+            self._history.cut_to(0)
         trainer._globalstep_last_logged = trainer._initial_global_step = state.global_step
 
-    def _resume(self, args: Any, state: Any) -> None:
+    def _find_missed_actions(self, args: Any, state: Any) -> None:
         """Read the log's history, and find what has to be made up for: rank 0 decides for all."""
         import torch.distributed as dist
 
         step = state.global_step
         shared: list[Any] = [[], self._due]
         if self.session.rank == 0:
-            shared[0] = self._history.cut(step)
+            shared[0] = self._history.cut_to(step)
             ended = not len(self._loader.sampler)
             evaluated = any(line["step"] == step and any(k.startswith("eval_") for k in line) for line in shared[0])
             saved = (Path(args.output_dir) / f"checkpoint-{step}" / "trainer_state.json").exists()
@@ -196,20 +196,20 @@ class ElasticdCallback:
         """End the step in the session, after what Trainer does next is known."""
         sampler = self._loader.sampler
         state.epoch = sampler.epoch + min(sampler.offset / sampler.global_batch + 1, n := sampler.steps_per_epoch) / n
-        self._make_up(control)
+        self._request_missed_actions(control)
         self._due.update(evaluate=control.should_evaluate, save=control.should_save)
         self.session.step()
-        self._before_pause(control)
+        self._apply_stop_and_phase(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._make_up(control)
-        self._before_pause(control)
+        self._request_missed_actions(control)
+        self._apply_stop_and_phase(control)
 
-    def _make_up(self, control: Any) -> None:
+    def _request_missed_actions(self, control: Any) -> None:
         control.should_evaluate |= self._missed.pop("evaluate", False)
         control.should_save |= self._missed.pop("save", False)
 
-    def _before_pause(self, control: Any) -> None:
+    def _apply_stop_and_phase(self, control: Any) -> None:
         """A stop is at once; before Trainer saves, the phase is that."""
         if self.session.should_stop:
             control.should_training_stop = True
@@ -228,7 +228,7 @@ class ElasticdCallback:
         """The code from here on makes no steps."""
         self._phase.close()
         self._phase.enter_context(self.session.phase("eval"))
-        self._history.wait()
+        self._history.wait_for_upload()
 
 
 class _TrainerLoader(ElasticLoader):
@@ -266,7 +266,7 @@ class _TrainerState:
     def __init__(self, trainer: Any, due: dict[str, bool]) -> None:
         self._trainer, self._due = trainer, due
 
-    def _callbacks(self) -> list[Any]:
+    def _stateful_callbacks(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks
         return [callback for callback in callbacks if callable(getattr(callback, "state", None))]
 
@@ -276,29 +276,29 @@ class _TrainerState:
         Called at every step: JSON and back would take 20 to 40 µs of the 200 that a commit may take.
         """
         fields = {name: getattr(self._trainer.state, name) for name in self._FIELDS}
-        callbacks = [callback.state()["attributes"] for callback in self._callbacks()]
-        return {"fields": _copy(fields), "callbacks": _copy(callbacks), "due": dict(self._due)}
+        callbacks = [callback.state()["attributes"] for callback in self._stateful_callbacks()]
+        return {"fields": _plain_copy(fields), "callbacks": _plain_copy(callbacks), "due": dict(self._due)}
 
     def load_state_dict(self, state: StateDict) -> None:
         for name, value in state["fields"].items():
             setattr(self._trainer.state, name, value)
-        for callback, attributes in zip(self._callbacks(), state["callbacks"], strict=False):
+        for callback, attributes in zip(self._stateful_callbacks(), state["callbacks"], strict=False):
             for name, value in attributes.items():
                 setattr(callback, name, value)
         self._due.update(state["due"])
 
 
-def _copy(value: Any) -> Any:
+def _plain_copy(value: Any) -> Any:
     """A copy of plain values, as JSON has them."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN_TYPES:
         return value
     if isinstance(value, dict):
-        return {str(key): _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
+        return {str(key): _plain_copy(item) for key, item in value.items()}
+    return [_plain_copy(item) for item in value] if isinstance(value, (list, tuple)) else _plain_number(value)
 
 
-def _plain(value: Any) -> float | str:
+def _plain_number(value: Any) -> float | str:
     """numpy's and torch's numbers as Python's."""
     try:
         return float(value)
@@ -306,7 +306,7 @@ def _plain(value: Any) -> float | str:
         return str(value)
 
 
-class _History:
+class _LogHistory:
     """The lines of Trainer's log, on rank 0: in a file beside the checkpoints, and in their object store.
 
     A full disk, or a store that does not answer, stops no training; the session's saves report it.
@@ -324,26 +324,26 @@ class _History:
     def append(self, line: JsonObject) -> None:
         """Add a line of the log."""
         with suppress(OSError), self._path.open("a", encoding="ascii") as file:
-            file.write(json.dumps(line, default=_plain) + "\n")
-        self._put()
+            file.write(json.dumps(line, default=_plain_number) + "\n")
+        self._start_upload()
 
-    def cut(self, step: int) -> list[JsonObject]:
+    def cut_to(self, step: int) -> list[JsonObject]:
         """The lines up to a step. The others are removed, as is one that a kill has cut off."""
         lines: list[JsonObject] = []
         with suppress(OSError):
-            lines = _parse(self._path.read_bytes())
+            lines = _parse_lines(self._path.read_bytes())
         if self._store is not None:
             with suppress(OSError):
-                if stored := _parse(self._store.read(self._NAME) or b""):
+                if stored := _parse_lines(self._store.read(self._NAME) or b""):
                     last = stored[-1]["step"]  # this node may have been another rank's meanwhile
                     lines = stored + [line for line in lines if line["step"] >= last and line not in stored]
         past = [line for line in lines if line["step"] <= step]
         with suppress(OSError):
             self._path.write_text("".join(json.dumps(line) + "\n" for line in past), encoding="ascii")
-        self._put()
+        self._start_upload()
         return past
 
-    def _put(self) -> None:
+    def _start_upload(self) -> None:
         """A thread appends the line: the loop does not wait for the store."""
         self._is_new.set()
         if self._store is not None and not self._thread.is_alive():
@@ -356,14 +356,14 @@ class _History:
             with suppress(OSError):
                 self._store.write(self._NAME, self._path.read_bytes())
 
-    def wait(self) -> None:
+    def wait_for_upload(self) -> None:
         """Until the store has all lines, or does not answer."""
         if self._thread.is_alive():
             self._thread.join()
         self._upload()
 
 
-def _parse(content: bytes) -> list[JsonObject]:
+def _parse_lines(content: bytes) -> list[JsonObject]:
     lines = []
     for line in content.splitlines():
         with suppress(ValueError):
@@ -371,7 +371,7 @@ def _parse(content: bytes) -> list[JsonObject]:
     return lines
 
 
-def _check(trainer: Any) -> None:
+def _check_supported(trainer: Any) -> None:
     if not isinstance(trainer, require("transformers", "transformers").Trainer):
         raise UsageError(f"ElasticdCallback(trainer): {type(trainer).__name__} is no transformers.Trainer")
     shared = any(getattr(trainer, f"get_{kind}_size", int)() > 1 for kind in ("tp", "cp", "sp"))

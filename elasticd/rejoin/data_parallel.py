@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_KEPT = ("_ddp_sink_clone", "training")
-_BUILT = ("reducer", "logger", "process_group")
+_KEPT_ATTRIBUTES = ("_ddp_sink_clone", "training")
+_GROUP_ATTRIBUTES = ("reducer", "logger", "process_group")
 """Attributes that belong to a process group, and keep it alive."""
 
 
@@ -57,66 +57,71 @@ class DataParallelModules:
         self._build = build
         self._watched = DistributedDataParallel.__init__ = init  # type: ignore[method-assign,assignment]
 
-    def close(self) -> None:
+    def unwatch(self) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
         if self._build is not None and DistributedDataParallel.__init__ is self._watched:
             DistributedDataParallel.__init__ = self._build  # type: ignore[method-assign]
 
-    def enter(self) -> None:
+    def on_run_begin(self) -> None:
         """The modules that are made from now on are made again in the next round, by the function that makes these."""
         self._is_in_round = True
 
-    def alive(self) -> list[tuple[Any, dict[str, Any]]]:
+    def alive_with_arguments(self) -> list[tuple[Any, dict[str, Any]]]:
         self._made = [(of, arguments) for of, arguments in self._made if of() is not None]
         return [(of(), arguments) for of, arguments in self._made]
 
     def reason_against(self) -> str:
         """Why one of them cannot be built anew, "" if all can."""
-        for module, arguments in self.alive():
+        for module, arguments in self.alive_with_arguments():
             if why := _reason_against(module, arguments):
                 return why
         return ""
 
     def knows(self, module: Any) -> bool:
-        return any(known is module for known, _ in self.alive()) or any(of() is module for of in self._of_round)
+        return any(known is module for known, _ in self.alive_with_arguments()) or any(
+            of() is module for of in self._of_round
+        )
 
     def check_before_forward(self, check: Callable[[], None]) -> None:
-        """Call `check` before each forward pass from now on, until `release()`; by another thread. A hook that was
-        always there would cost each step a moment, and be compiled with the module."""
+        """Call `check` before each forward pass from now on, until `release_group()`; by another thread. A hook that
+        was always there would cost each step a moment, and be compiled with the module."""
         for of in (*(of for of, _ in tuple(self._made)), *tuple(self._of_round)):
             if (module := of()) is not None:
                 module.__dict__.setdefault("forward", functools.partial(_checked_forward, check, of))
 
-    def release(self) -> None:
+    def release_group(self) -> None:
         """Drop what keeps the process group alive."""
         of_round, self._of_round = self._of_round, []
-        for module in (*(kept for kept, _ in self.alive()), *filter(None, (of() for of in of_round))):
-            for name in _BUILT:
+        for module in (*(kept for kept, _ in self.alive_with_arguments()), *filter(None, (of() for of in of_round))):
+            for name in _GROUP_ATTRIBUTES:
                 module.__dict__.pop(name, None)
             if getattr(module.__dict__.get("forward"), "func", None) is _checked_forward:
                 del module.__dict__["forward"]
 
-    def rebuild(self, is_restored: Callable[[Any], bool], syncs: bool, keeps: bool) -> None:
+    def rebuild(self, is_restored: Callable[[Any], bool], has_new_ranks: bool, keeps_values: bool) -> None:
         """Build each of them anew, in the order in which a new process makes them. Every rank calls it.
 
         The constructor sends rank 0's values to all. Those of a module that `is_restored` afterwards are sent only with
-        `syncs`, where other ranks are in the constructor for the first time, and do not reach this rank's own if it
-        `keeps` them.
+        `has_new_ranks`, where other ranks are in the constructor for the first time, and do not reach this rank's own
+        with `keeps_values`.
         """
         from torch.nn import Module
 
         assert self._build is not None
         own = vars(Module())
         has_sync = "init_sync" in inspect.signature(self._build).parameters
-        for module, arguments in self.alive():
+        for module, arguments in self.alive_with_arguments():
             restored = is_restored(module)
-            is_sent = syncs or not (has_sync and restored)
+            is_sent = has_new_ranks or not (has_sync and restored)
             if not is_sent:
                 arguments = {**arguments, "init_sync": False}
-            kept = {name: module.__dict__[name] for name in (*own, *_KEPT) if name in module.__dict__}
+            kept = {name: module.__dict__[name] for name in (*own, *_KEPT_ATTRIBUTES) if name in module.__dict__}
             hooks, is_static = module._comm_hooks, module.static_graph
-            with warnings.catch_warnings(), _set_aside(module.module if restored and keeps and is_sent else None):
+            with (
+                warnings.catch_warnings(),
+                _values_set_aside(module.module if restored and keeps_values and is_sent else None),
+            ):
                 warnings.simplefilter("ignore")  # said when it was made
                 self._build(module, module.module, **arguments)
             module.__dict__.update(kept)
@@ -133,7 +138,7 @@ def _checked_forward(check: Callable[[], None], of: weakref.ref[Any], *inputs: A
 
 
 @contextlib.contextmanager
-def _set_aside(module: Any) -> Iterator[None]:
+def _values_set_aside(module: Any) -> Iterator[None]:
     """Give its parameters and buffers other memory meanwhile: what they have may be saved at any time."""
     import torch
 

@@ -35,14 +35,14 @@ from elasticd import channel
 from elasticd.channel import Message
 from elasticd.errors import RoundChanged
 from elasticd.heartbeat import exit_report
-from elasticd.rejoin.transport import descriptors
+from elasticd.rejoin.transport import open_descriptors
 
 VARIABLE = "ELASTICD_LAUNCH"
 """The number of the descriptor; set by the template."""
-PEER_S = 30.0
+LOST_PEER_ANSWER_S = 30.0
 """The wait for the launcher's word after a connection to a peer has broken: it saves the survivors' states first."""
 _MAX_REPORT_BYTES = 1 << 14
-_BROKEN = (*exit_report.CONNECTION_LOST_PHRASES, "connection refused")
+_BROKEN_CONNECTION_PHRASES = (*exit_report.CONNECTION_LOST_PHRASES, "connection refused")
 
 
 class NoLaunchChannel:
@@ -61,36 +61,36 @@ class NoLaunchChannel:
     def is_connected(self) -> bool:
         return False
 
-    def check(self) -> None:
+    def raise_if_changed(self) -> None:
         """Raises RoundChanged in a process that has to leave the round."""
 
-    def rest(self, seconds: float) -> None:
+    def sleep_until_changed(self, seconds: float) -> None:
         """Wait for so long, or until this process has to leave the round; then RoundChanged is raised."""
         self.changed.wait(seconds)
-        self.check()
+        self.raise_if_changed()
 
-    def enter(self) -> None:
+    def enter_train(self) -> None:
         """`train` is about to be called."""
 
-    def leave(self) -> bool:
+    def leave_train(self) -> bool:
         """`train` is over; False if the ranks change: then its result does not count."""
         return True
 
-    def explains(self, error: BaseException) -> bool:
+    def ask_if_change_caused(self, error: BaseException) -> bool:
         """The error, which has left `train`, is one of a change; waits for the launcher's word on a lost peer."""
         return False
 
-    def report_entry(self, step: int, holds: int) -> None:
+    def report_entry(self, step: int, held_step: int) -> None:
         """Report that this process stands at its entry, and waits for its release.
 
-        `holds`: the step of the state that it holds, 0 for none.
+        `held_step`: the step of the state that it holds, 0 for none.
         """
 
-    def released(self) -> Message:
+    def wait_for_release(self) -> Message:
         """The release, once it is there; without one this process ends here."""
         raise NotImplementedError
 
-    def follow(self, release: Message) -> None:
+    def apply_release(self, release: Message) -> None:
         """Take over environment and output of the new round, as the template does for a new worker."""
 
 
@@ -110,49 +110,49 @@ class LaunchChannel(NoLaunchChannel):
         self._released: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._names: set[str] = set()
         """The variables that the last release has set."""
-        self._thread = threading.Thread(target=self._serve, name="elasticd-launch", daemon=True)
+        self._thread = threading.Thread(target=self._read_messages, name="elasticd-launch", daemon=True)
 
     @property
     def is_connected(self) -> bool:
         return not self._lost and os.getpid() == self._pid
 
-    def check(self) -> None:
+    def raise_if_changed(self) -> None:
         if self.changed.is_set() and os.getpid() == self._pid:
             raise RoundChanged(self.why)
 
-    def enter(self) -> None:
-        self._begin()
+    def enter_train(self) -> None:
+        self._start_thread()
         self._is_inside = True
         self._send({"type": "Entered"})
 
-    def leave(self) -> bool:
+    def leave_train(self) -> bool:
         with self._lock:
             self._is_inside = self.changed.is_set()
             if not self._is_inside:
                 self._send({"type": "Left"})
             return not self._is_inside
 
-    def explains(self, error: BaseException) -> bool:
+    def ask_if_change_caused(self, error: BaseException) -> bool:
         if self.changed.is_set() or not self._is_inside:
             return self.changed.is_set()
         if not is_of_lost_peer(error) or not self.is_connected:
             return False
         report = exit_report.encode(exit_report.report_of(error), _MAX_REPORT_BYTES)
         self._send({"type": "LostPeer", "report": report.decode()})
-        self._answered.wait(PEER_S)
+        self._answered.wait(LOST_PEER_ANSWER_S)
         return self.changed.is_set()
 
-    def report_entry(self, step: int, holds: int) -> None:
-        self._begin()
-        self._send({"type": "AtEntry", "step": step, "holds": holds})
+    def report_entry(self, step: int, held_step: int) -> None:
+        self._start_thread()
+        self._send({"type": "AtEntry", "step": step, "holds": held_step})
 
-    def released(self) -> Message:
+    def wait_for_release(self) -> Message:
         release = self._released.get()
         if release is None:
             os._exit(1)  # a rank that has left `train` has not ended its work
         return release
 
-    def follow(self, release: Message) -> None:
+    def apply_release(self, release: Message) -> None:
         stacks = os.environ.get("ELASTICD_STACKS", "")
         for name in {"ELASTICD_NEWCOMER", *self._names} - release["env"].keys():
             os.environ.pop(name, None)
@@ -164,7 +164,7 @@ class LaunchChannel(NoLaunchChannel):
             if path is not None:
                 _open_at(fd, path, inheritable=True)
         if stacks and "ELASTICD_STACKS" in os.environ:  # faulthandler has the descriptor
-            for fd, target in descriptors():
+            for fd, target in open_descriptors():
                 if target == stacks:
                     _open_at(fd, os.environ["ELASTICD_STACKS"], inheritable=False)
         self._is_inside = False
@@ -172,7 +172,7 @@ class LaunchChannel(NoLaunchChannel):
         self.changed.clear()
         self._answered.clear()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
 
@@ -182,7 +182,7 @@ class LaunchChannel(NoLaunchChannel):
         except OSError:
             self._lost = True
 
-    def _serve(self) -> None:
+    def _read_messages(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             while (message := channel.receive(self._socket)) is not None:
                 if message.get("type") == "Unwind":
@@ -229,7 +229,7 @@ def is_of_lost_peer(error: BaseException) -> bool:
         text = str(seen).lower()
         if isinstance(seen, DecisionTimeout | BarrierTimeout):
             return True
-        if isinstance(seen, RuntimeError) and any(words in text for words in _BROKEN):
+        if isinstance(seen, RuntimeError) and any(words in text for words in _BROKEN_CONNECTION_PHRASES):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

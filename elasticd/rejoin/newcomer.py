@@ -39,10 +39,10 @@ def join(environment: process_group.WorkerEnvironment) -> process_group.DefaultG
     if dist.is_initialized():
         raise UsageError(refusal("init_process_group()"))
     if not hasattr(dist.Backend, _BACKEND.upper()):
-        dist.Backend.register_backend(_BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(_BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(_BACKEND, store=HashStore(), rank=rank, world_size=world_size)
-    return replace(process_group.join(environment, None), created=True)
+    return replace(process_group.join(environment, None), created_by_join=True)
 
 
 def refusal(call: str) -> str:
@@ -53,19 +53,19 @@ def refusal(call: str) -> str:
     )
 
 
-def _make(options: Any, _: Any) -> Any:
+def _make_group(options: Any, _: Any) -> Any:
     """torch's class for process groups is loaded here: the launcher reads the library without torch."""
     import torch.distributed as dist
 
     def operation(name: str) -> Any:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if not _is_in_constructor(sys._getframe(1)):
+            if not _is_in_ddp_constructor(sys._getframe(1)):
                 raise UsageError(refusal(name.strip("_")))
             if name == "allgather":
                 for outputs, own in zip(args[0], args[1], strict=True):
                     for output in outputs:
                         output.copy_(own)
-            return _done()
+            return _finished_work()
 
         return call
 
@@ -73,7 +73,7 @@ def _make(options: Any, _: Any) -> Any:
     return made(options.group_rank, options.group_size)
 
 
-def _is_in_constructor(frame: FrameType | None) -> bool:
+def _is_in_ddp_constructor(frame: FrameType | None) -> bool:
     """A collective of DistributedDataParallel's constructor."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -84,7 +84,7 @@ def _is_in_constructor(frame: FrameType | None) -> bool:
     return False
 
 
-def _done() -> Any:
+def _finished_work() -> Any:
     import torch
     from torch._C import _distributed_c10d
 

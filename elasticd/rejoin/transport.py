@@ -93,20 +93,20 @@ def of_device(device: torch.device) -> Gloo:
 def disconnect() -> None:
     """Shut down the connections of gloo's process groups, and those to the round's store."""
     libc = ctypes.CDLL(None)
-    for fd in list(_pairs()):
+    for fd in list(_gloo_sockets()):
         # For reading: gloo closes the pair then, and its next use raises. If a write failed before, gloo would wait for
         # ever for the end of what it was sending (Pair::signalException signals no operation of tx_).
         libc.shutdown(fd, socket.SHUT_RD)
-    for fd in list(_to_store(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))):
+    for fd in list(_store_sockets(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))):
         libc.shutdown(fd, socket.SHUT_RDWR)
 
 
-def _pairs() -> Iterator[int]:
+def _gloo_sockets() -> Iterator[int]:
     """gloo's connections: members of a set for epoll(7) that has a listening socket and was made without close-on-exec.
 
     Each of gloo's loops has such a set. Those of Python, libuv, gRPC and asio are closed on exec.
     """
-    for fd, target in descriptors():
+    for fd, target in open_descriptors():
         if target != "anon_inode:[eventpoll]":
             continue
         with contextlib.suppress(OSError, ValueError):
@@ -115,16 +115,16 @@ def _pairs() -> Iterator[int]:
             with open(f"/proc/self/fdinfo/{fd}", encoding="ascii", errors="replace") as file:
                 members = [int(line.split()[1]) for line in file if line.startswith("tfd:")]
             if any(map(_is_listening, members)):
-                yield from (member for member in members if _peer(member) is not None)
+                yield from (member for member in members if _peer_address(member) is not None)
 
 
-def _to_store(host: str, port: str) -> Iterator[int]:
+def _store_sockets(host: str, port: str) -> Iterator[int]:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a name
         address = None
-    for fd, target in descriptors():
-        peer = _peer(fd) if target.startswith("socket:") else None
+    for fd, target in open_descriptors():
+        peer = _peer_address(fd) if target.startswith("socket:") else None
         if peer is not None and str(peer[1]) == port and address in (None, peer[0]):
             yield fd
 
@@ -137,7 +137,7 @@ def _is_listening(fd: int) -> bool:
     return not error and bool(value.value)
 
 
-def _peer(fd: int) -> tuple[Any, int] | None:
+def _peer_address(fd: int) -> tuple[Any, int] | None:
     """Address and port of the other end of a TCP connection; None for anything else.
 
     By libc: a socket object of Python would change the descriptor of a script that has set a default timeout.
@@ -154,7 +154,7 @@ def _peer(fd: int) -> tuple[Any, int] | None:
     return None
 
 
-def descriptors() -> list[tuple[int, str]]:
+def open_descriptors() -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -104,7 +104,7 @@ def test_script_without_a_framework_pays_nothing(run: Run, tmp_path: Path) -> No
 @pytest.fixture
 def method() -> Iterator[None]:
     before = transformers.trainer.Trainer.train
-    automatic.say.cache_clear()
+    automatic.say_once.cache_clear()
     yield
     transformers.trainer.Trainer.train = before
 

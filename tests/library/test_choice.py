@@ -23,7 +23,7 @@ State = tuple[int, int]
 
 def chooser(directory: Path, round: int, in_memory: list[State], opened: OpenState | None = None) -> Chooser:
     unused: Any = None
-    environment: Any = SimpleNamespace(round=round, failed_restarts=0)
+    environment: Any = SimpleNamespace(round=round, restarts_without_progress=0)
     context = SaveContext(environment, unused, unused, WorkerEventWriter(None, round, 0), unused)
     made = Chooser(context, directory, None, opened or OpenState())
     drafts = [Manifest(saved_in, step, None, 1, 8, NO_CHECKSUM, "job", "1", None, 0.0) for saved_in, step in in_memory]

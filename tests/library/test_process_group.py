@@ -15,7 +15,7 @@ from elasticd import process_group
 def test_group_is_bound_to_its_cuda_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """NCCL then connects in init_process_group, not in the first step, and sub-groups can split its communicator."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(process_group, "_device", lambda local_rank: device)
+    monkeypatch.setattr(process_group, "_set_device", lambda local_rank: device)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda **arguments: given.update(arguments))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

@@ -29,7 +29,7 @@ from elasticd.checkpointing.storage.manifest import METADATA, shard_name
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.process_group import DefaultGroup
 
-ALONE = DefaultGroup(0, 1, torch.device("cpu"), created=False)
+ALONE = DefaultGroup(0, 1, torch.device("cpu"), created_by_join=False)
 WEIGHT = torch.arange(24.0).view(4, 6)
 
 
@@ -197,7 +197,9 @@ def plan_together(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, A
 
         def run(rank: int) -> Any:
             try:
-                return shard_plan.ShardPlan(states[rank], DefaultGroup(rank, 2, torch.device("cpu"), created=False))
+                return shard_plan.ShardPlan(
+                    states[rank], DefaultGroup(rank, 2, torch.device("cpu"), created_by_join=False)
+                )
             except CheckpointError as error:
                 return str(error)
 

@@ -139,7 +139,7 @@ def test_every_kind_of_tensor_is_written_as_torch_writes_it(tmp_path: Path) -> N
         "parameter": torch.nn.Parameter(base.clone()),
         "value": [1, "text", None],
     }
-    group = DefaultGroup(0, 1, torch.device("cpu"), created=False)
+    group = DefaultGroup(0, 1, torch.device("cpu"), created_by_join=False)
     plan = shard_plan.ShardPlan({"own": content}, group)
     fd = os.open(tmp_path / shard_name(0), os.O_WRONLY | os.O_CREAT)
     shard_plan.write_pieces(fd, 0, plan.content())

@@ -19,7 +19,7 @@ from elasticd.errors import CheckpointError, UsageError
 from elasticd.process_group import DefaultGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.distributed.optim
-ALONE = DefaultGroup(0, 1, torch.device("cpu"), created=False)
+ALONE = DefaultGroup(0, 1, torch.device("cpu"), created_by_join=False)
 
 
 @pytest.fixture

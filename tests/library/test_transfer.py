@@ -95,7 +95,9 @@ def test_state_that_has_become_shorter_is_an_error() -> None:
     try:
         os.pwrite(fd, b"x" * 10, 0)
         with pytest.raises(OSError, match="shorter than its description"):
-            transfer.broadcast_spans(fd, 0, [(0, 11)], DefaultGroup(0, 2, torch.device("cpu"), created=False), None)
+            transfer.broadcast_spans(
+                fd, 0, [(0, 11)], DefaultGroup(0, 2, torch.device("cpu"), created_by_join=False), None
+            )
     finally:
         os.close(fd)
 

@@ -48,7 +48,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         dist.destroy_process_group()
 
 
-GROUP = DefaultGroup(0, 1, CUDA, created=True)
+GROUP = DefaultGroup(0, 1, CUDA, created_by_join=True)
 
 
 def test_groups_of_a_gpu_are_aborted_before_the_device_is_waited_for(device: Device) -> None:

@@ -259,7 +259,7 @@ class Donor:
         self._lock.acquire()
         if self._launch.changed.is_set():  # the thread has kept the training thread waiting for that
             self._lock.release()
-            self._launch.check()
+            self._launch.raise_if_changed()
         self._changing = True
         self._changing_since = time.monotonic()
 

@@ -94,7 +94,7 @@ def lie(kind: str) -> None:
     launch, describe = session._launch, HeldCommit.to_message
     changes: dict[str, tuple[Any, str, Any]] = {
         "goes on": (launch, "_unwind", lambda _: launch.report_entry(12, 12)),
-        "changes its state": (launch, "released", lambda: change() or type(launch).released(launch)),
+        "changes its state": (launch, "wait_for_release", lambda: change() or type(launch).wait_for_release(launch)),
         "another state": (HeldCommit, "to_message", lambda held: {"process": [*describe(held)["process"][:2], "0"]}),
         "fails to load": (net, "load_state_dict", lambda _: change() or raise_error()),
         "another shape": (HeldCommit, "to_message", lambda held: widen(held.layout) or describe(held)),

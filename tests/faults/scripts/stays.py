@@ -41,7 +41,7 @@ if how and how != "ends" and "ELASTICD_NEWCOMER" in os.environ:
         raise OSError("no licence left")
 session = elasticd.init()
 if how == "stands" and "ELASTICD_NEWCOMER" in os.environ:
-    LaunchChannel.released = lambda _: time.sleep(600)
+    LaunchChannel.wait_for_release = lambda _: time.sleep(600)
 torch.manual_seed(1)
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

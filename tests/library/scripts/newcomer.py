@@ -57,7 +57,7 @@ for name, call in tried.items():
         call()
     except Exception as error:  # noqa: BLE001 each is printed
         refused[name] = f"{type(error).__name__}: {error}"
-sizes = [group.rank, group.world_size, group.created, dist.get_rank(), dist.get_world_size()]
+sizes = [group.rank, group.world_size, group.created_by_join, dist.get_rank(), dist.get_world_size()]
 process_group.leave(group)
 is_left = not dist.is_initialized()
 print(json.dumps({"refused": refused, "passed": sorted(tried.keys() - refused), "sizes": sizes, "is_left": is_left}))
