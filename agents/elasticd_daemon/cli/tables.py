@@ -22,7 +22,7 @@ from elasticd_daemon.api.schema import (
     NodeSummary,
     RoundStatus,
 )
-from elasticd_daemon.dashboard.status import condition, facts, problem
+from elasticd_daemon.dashboard.status import job_facts, job_problem, rank_condition
 from elasticd_daemon.records import submitter
 
 _SHOWN_NODES = 3
@@ -117,14 +117,14 @@ def _gpu_usage(node: str, running: Sequence[JobStatus]) -> list[str]:
 
 def problem_line(job: JobStatus, prefix: str = "elasticd: ") -> str:
     """A line about a job's present problem; "" if it has none."""
-    wrong = problem(job)
+    wrong = job_problem(job)
     return f"{prefix}{wrong[0]}: {visible(wrong[1])}\n" if wrong else ""
 
 
 def job_page(job: JobStatus) -> str:
     """One job's page: its problem, its state and why, then its ranks and rounds."""
     progress = job.known
-    known = [] if job.progress is None else facts(job)
+    known = [] if job.progress is None else job_facts(job)
     rows = [
         ("reason", visible(job.reason)),
         *_where(job),
@@ -293,7 +293,7 @@ def _ranks(progress: JobProgress) -> str:
         (
             str(rank.rank),
             visible(rank.node),
-            visible(condition(rank, progress)[0]),
+            visible(rank_condition(rank, progress)[0]),
             str(rank.step),
             f"{rank.idle_seconds:.1f}s ago",
         )

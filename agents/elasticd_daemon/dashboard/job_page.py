@@ -77,14 +77,15 @@ def template_values(
     """The values of templates/job.html. `failure`: the end of the stderr of the rank that made the job fail."""
     progress = job.known
     has_steps = any(row.first_step_at for row in progress.rounds) or progress.step_samples
-    boxes, more_ranks = status.grid(job)
+    boxes, more_ranks = status.node_boxes(job)
     size = max([progress.world_size or 0, query.rank + 1, *(rank.rank + 1 for rank in progress.ranks)])
     return {
         "job": job, "query": query, "tail": tail, "failure": failure, "form_key": form_key,
-        "evidence": evidence, "state": status.state(job), "warnings": _warnings(job), "reason": _state_reason(job),
-        "failure_excerpt": _failure_excerpt, "tiles": status.facts(job), "windows": TIME_WINDOWS,
+        "evidence": evidence, "state": status.job_state_chip(job), "warnings": _warnings(job),
+        "reason": _state_reason(job), "failure_excerpt": _failure_excerpt, "tiles": status.job_facts(job),
+        "windows": TIME_WINDOWS,
         "course": chart_values(job, now, TIME_WINDOWS[query.window][1]) if has_steps else None,
-        "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: status.behind(rank, progress),
+        "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: status.steps_behind(rank, progress),
         "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
         "facts": lambda one: _round_facts(one, job, now), "ranks": range(min(size, 1024)), "streams": LOG_STREAMS,
     }  # fmt: skip
@@ -99,7 +100,7 @@ def _failure_excerpt(text: str) -> str:
 
 def _warnings(job: JobStatus) -> list[str]:
     """The sentences above all else: the job's problem, and nodes that do not answer."""
-    wrong = status.problem(job)
+    wrong = status.job_problem(job)
     silent = [f"{node} does not answer: {why}" for node, why in list(job.known.unreachable.items())[:3]]
     return [*([wrong[1]] if wrong else []), *silent]
 

@@ -20,12 +20,12 @@ from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.network.http_server import HttpResponse
 from elasticd_daemon.dashboard import formatting
-from elasticd_daemon.dashboard.overview import both_ends
+from elasticd_daemon.dashboard.overview import shorten_middle
 
 HTML_TYPE = "text/html; charset=utf-8"
-REFRESH_S = 2.0
-RELOAD_S = 10
-ASSETS = {
+REFRESH_INTERVAL_S = 2.0
+NOSCRIPT_RELOAD_S = 10
+ASSET_TYPES = {
     "style.css": "text/css; charset=utf-8",
     "live.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
@@ -33,37 +33,39 @@ ASSETS = {
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
-def asset(name: str) -> bytes:
-    """One of ASSETS."""
+def read_asset(name: str) -> bytes:
+    """One of ASSET_TYPES."""
     return resources.files(__package__).joinpath(name).read_bytes()
 
 
-_STYLE = asset("style.css").decode()
-_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-_POLICY = "default-src 'none'; {}; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-PAGE_POLICY = _POLICY.format("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
-PUBLIC_POLICY = _POLICY.format(f"style-src 'sha256-{_HASH}'; img-src data:")
+_STYLE = read_asset("style.css").decode()
+_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_POLICY_TEMPLATE = "default-src 'none'; {}; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+PAGE_POLICY = _POLICY_TEMPLATE.format("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
+PUBLIC_POLICY = _POLICY_TEMPLATE.format(f"style-src 'sha256-{_STYLE_HASH}'; img-src data:")
 """The policy of pages without login: the style is inline, since no file is public."""
 
 
-def _visible(value: object) -> object:
+def _escape_invisible(value: object) -> object:
     """Markup as it is; None is nothing; invisible characters of anything else as escapes."""
     if value is None or hasattr(value, "__html__"):
         return value or ""
     return _INVISIBLE.sub(lambda character: repr(character.group())[1:-1], str(value))
 
 
-def _environment() -> Environment:
+def _make_environment() -> Environment:
     """All templates are read now: an upgrade may replace the installation under a running agent.
 
     A line end in a template and the indentation after it are nothing: white space shows between elements.
     """
     folder = resources.files(__package__).joinpath("templates")
     sources = {file.name: re.sub(r"\n\s*", "", file.read_text(encoding="utf-8")) for file in folder.iterdir()}
-    made = Environment(loader=DictLoader(sources), autoescape=True, undefined=StrictUndefined, finalize=_visible)
+    made = Environment(
+        loader=DictLoader(sources), autoescape=True, undefined=StrictUndefined, finalize=_escape_invisible
+    )
     made.filters["thousands"] = "{:,}".format
     made.globals |= {
-        "both_ends": both_ends,
+        "shorten_middle": shorten_middle,
         "clock": formatting.clock,
         "count": count,
         "in_words": in_words,
@@ -75,7 +77,7 @@ def _environment() -> Environment:
     return made
 
 
-_TEMPLATES = _environment()
+_TEMPLATES = _make_environment()
 
 
 def html_response(code: int, page: str, policy: str = PAGE_POLICY, *headers: tuple[str, str]) -> HttpResponse:
@@ -89,7 +91,7 @@ def html_response(code: int, page: str, policy: str = PAGE_POLICY, *headers: tup
     return HttpResponse(code, page.encode("utf-8", "replace"), HTML_TYPE, more)
 
 
-def page(
+def render_page(
     template: str,
     title: str,
     node: str,
@@ -98,13 +100,13 @@ def page(
     *,
     now: float,
     logout: bool,
-    every_s: float | None = REFRESH_S,
+    every_s: float | None = REFRESH_INTERVAL_S,
 ) -> str:
     """A page after login. `logout`: with the button. `every_s`: None without refresh."""
-    frame = {"title": title, "node": node, "version": version, "logout": logout, "reload_s": RELOAD_S}
+    frame = {"title": title, "node": node, "version": version, "logout": logout, "reload_s": NOSCRIPT_RELOAD_S}
     return _TEMPLATES.get_template(template).render({**values, **frame, "now": now, "every_s": every_s})
 
 
-def public_page(template: str, title: str, **values: object) -> str:
+def render_public_page(template: str, title: str, **values: object) -> str:
     """A page before login."""
     return _TEMPLATES.get_template(template).render(values, title=title, style=_STYLE)

@@ -21,8 +21,8 @@ from urllib.parse import quote, unquote
 
 from elasticd_agent.system.network.http_auth import TokenAuth, token_digest
 
-COOKIE = "elasticd"
-TLS_COOKIE = "__Host-elasticd"
+COOKIE_NAME = "elasticd"
+TLS_COOKIE_NAME = "__Host-elasticd"
 """Browsers accept this name only over TLS and for this host alone (RFC 6265bis, 4.1.3.2)."""
 COOKIE_LIFETIME_S = 12 * 3600
 """A working day."""
@@ -44,64 +44,64 @@ class Visitor:
         """The name of this visitor in records."""
         return f"{self.name}, in a browser"
 
-    def sent(self, form_key: str) -> bool:
+    def owns_form_key(self, form_key: str) -> bool:
         """True if a form with this key comes from one of this visitor's pages."""
         return hmac.compare_digest(form_key.encode(), self.form_key.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class LoginCookies:
-    """`clock` is unix seconds, since the agent's next start checks the cookies, too, with the same `key`."""
+    """`clock` is unix seconds, since the agent's next start checks the cookies, too, with the same `signing_key`."""
 
-    token: TokenAuth
+    token_auth: TokenAuth
     clock: Callable[[], float]
     tls: bool
-    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     @property
     def name(self) -> str:
-        return TLS_COOKIE if self.tls else COOKIE
+        return TLS_COOKIE_NAME if self.tls else COOKIE_NAME
 
-    def may_log_in(self, sender: str, server_name: str, user: int | None) -> bool:
+    def may_log_in(self, client_host: str, host_header: str, uid: int | None) -> bool:
         """Without TLS only a browser of a known user on this machine or at the end of a tunnel, that asked for this
         machine: another site's name could lead to our port."""
-        return self.tls or (user is not None and _is_loopback(sender) and _is_loopback(_host_of(server_name)))
+        return self.tls or (uid is not None and _is_loopback(client_host) and _is_loopback(_host_of(host_header)))
 
-    def issue(self, name: str, may_operate: bool, user: int | None) -> str | None:
-        """The Set-Cookie header's value for `name`, as in Caller, and the browser's `user`; None without a token."""
+    def login_header(self, name: str, may_operate: bool, uid: int | None) -> str | None:
+        """The Set-Cookie header's value for `name`, as in Caller, and the browser's `uid`; None without a token."""
         until = int(self.clock()) + COOKIE_LIFETIME_S
         text = f"{until}.{'operate' if may_operate else 'read'}.{quote(name, safe='')}"
-        signature = self._signature(text, name, user)
-        return None if signature is None else self._header(f"{text}.{signature}", COOKIE_LIFETIME_S)
+        signature = self._signature(text, name, uid)
+        return None if signature is None else self._set_cookie(f"{text}.{signature}", COOKIE_LIFETIME_S)
 
-    def expire(self) -> str:
+    def logout_header(self) -> str:
         """The Set-Cookie header's value that deletes the cookie."""
-        return self._header("", 0)
+        return self._set_cookie("", 0)
 
-    def visitor(self, cookies: str, user: int | None) -> Visitor | None:
-        """Whose valid cookie is in a Cookie header's value that a browser of `user` has sent."""
-        visitors = (self._visitor(value, user) for value in _cookie_values(cookies, self.name))
+    def visitor(self, cookies: str, uid: int | None) -> Visitor | None:
+        """Whose valid cookie is in a Cookie header's value that a browser of `uid` has sent."""
+        visitors = (self._visitor(value, uid) for value in _cookie_values(cookies, self.name))
         return next((visitor for visitor in visitors if visitor is not None), None)
 
-    def _visitor(self, value: str, user: int | None) -> Visitor | None:
+    def _visitor(self, value: str, uid: int | None) -> Visitor | None:
         text, _, signature = value.rpartition(".")
         name = unquote(text.split(".", 2)[-1])
-        right = self._signature(text, name, user)
+        right = self._signature(text, name, uid)
         if right is None or not value.isascii() or not hmac.compare_digest(signature, right):
             return None
         expiry, access, _ = text.split(".", 2)  # the signature is right, so all three are
         if not self.clock() < int(expiry) <= self.clock() + COOKIE_LIFETIME_S:
             return None
-        may_operate = access == "operate" and self.token.may_operate(name)
-        return Visitor(name, may_operate, _signature(self.key, _BUTTON_PURPOSE, value))
+        may_operate = access == "operate" and self.token_auth.may_operate(name)
+        return Visitor(name, may_operate, _signature(self.signing_key, _BUTTON_PURPOSE, value))
 
-    def _signature(self, text: str, name: str, user: int | None) -> str | None:
-        token = self.token.fingerprint(name)
-        if token is None or (user is None and not self.tls):
+    def _signature(self, text: str, name: str, uid: int | None) -> str | None:
+        token = self.token_auth.fingerprint(name)
+        if token is None or (uid is None and not self.tls):
             return None
-        return _signature(self.key, _PURPOSE + token, text if self.tls else f"{user}.{text}")
+        return _signature(self.signing_key, _PURPOSE + token, text if self.tls else f"{uid}.{text}")
 
-    def _header(self, value: str, seconds: int) -> str:
+    def _set_cookie(self, value: str, seconds: int) -> str:
         secure = "; Secure" if self.tls else ""
         return f"{self.name}={value}; Max-Age={seconds}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
@@ -138,10 +138,10 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _host_of(server_name: str) -> str:
+def _host_of(host_header: str) -> str:
     """HOST of HOST:PORT or [HOST]:PORT."""
-    bracket, _, _ = server_name.partition("]")
-    return bracket[1:] if bracket.startswith("[") else server_name.partition(":")[0]
+    bracket, _, _ = host_header.partition("]")
+    return bracket[1:] if bracket.startswith("[") else host_header.partition(":")[0]
 
 
 def _cookie_values(cookies: str, wanted: str) -> list[str]:

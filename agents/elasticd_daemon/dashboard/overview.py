@@ -21,16 +21,16 @@ NODE_STATE_STYLES = {
     "lost": "bad",
     "offline": "bad",
 }
-STATES = ("unfinished", "running", "pending", "succeeded", "failed", "cancelled")
+STATE_FILTERS = ("unfinished", "running", "pending", "succeeded", "failed", "cancelled")
 ROWS, NODE_ROWS = 150, 64
-REASON_CHARS = 160
-_SHOWN_NAMES = 4
+MAX_REASON_CHARS = 160
+_MAX_SHOWN_NAMES = 4
 
 
 def template_values(
     jobs: JobList, nodes: Sequence[NodeSummary], here: str, problems: Sequence[str], state: str, form_key: str = ""
 ) -> dict[str, object]:
-    """The values of templates/overview.html. `state`: of the jobs that are listed, one of STATES; "": any."""
+    """The values of templates/overview.html. `state`: of the jobs that are listed, one of STATE_FILTERS; "": any."""
     ready = sum(1 for row in nodes if row.state == "ready")
     matching = jobs.find(state)
     # This node first, then those that take no work.
@@ -42,7 +42,7 @@ def template_values(
         "jobs": matching[:ROWS],
         "more_jobs": len(matching) - ROWS,
         "state": state,
-        "states": ("", *STATES),
+        "states": ("", *STATE_FILTERS),
         "nodes": rows[:NODE_ROWS],
         "more_nodes": len(rows) - NODE_ROWS,
         "here": here,
@@ -50,27 +50,27 @@ def template_values(
         "job_styles": JOB_STATE_STYLES,
         "node_styles": NODE_STATE_STYLES,
         "node_url": lambda node: f"/nodes/{quote(node, safe='', errors='replace')}",
-        "shown_names": _SHOWN_NAMES,
-        "since": _since,
-        "short_list": _short_list,
+        "shown_names": _MAX_SHOWN_NAMES,
+        "since": _age_or_end,
+        "short_list": _shorten_list,
         "submitter": submitter,
     }
 
 
-def _since(row: JobSummary) -> str:
+def _age_or_end(row: JobSummary) -> str:
     if row.ended_seconds is not None:
         return f"ended {in_words(row.ended_seconds)} ago"
     return in_words(row.age_seconds) if row.age_seconds is not None else "–"
 
 
-def both_ends(text: str) -> str:
+def shorten_middle(text: str) -> str:
     """A long reason without its middle. Its end says what happened, as "ValueError: …"."""
-    if len(text) <= REASON_CHARS:
+    if len(text) <= MAX_REASON_CHARS:
         return text
-    end = text[-REASON_CHARS // 2 :].partition(" ")[2] or text[-REASON_CHARS // 2 :]
-    return f"{shortened(text, REASON_CHARS // 2)} {end}"
+    end = text[-MAX_REASON_CHARS // 2 :].partition(" ")[2] or text[-MAX_REASON_CHARS // 2 :]
+    return f"{shortened(text, MAX_REASON_CHARS // 2)} {end}"
 
 
-def _short_list(names: Sequence[str]) -> str:
-    more = f" +{len(names) - _SHOWN_NAMES}" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more or "–"
+def _shorten_list(names: Sequence[str]) -> str:
+    more = f" +{len(names) - _MAX_SHOWN_NAMES}" if len(names) > _MAX_SHOWN_NAMES else ""
+    return ", ".join(names[:_MAX_SHOWN_NAMES]) + more or "–"

@@ -22,7 +22,7 @@ def test_concurrent_readers_share_one_answer() -> None:
         return made[-1]
 
     answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(fresh.get("a", make))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: answers.append(fresh.get_or_make("a", make))) for _ in range(8)]
     for thread in threads:
         thread.start()
     assert inside.wait(60)
@@ -31,9 +31,9 @@ def test_concurrent_readers_share_one_answer() -> None:
         thread.join(60)
     assert (answers, made) == ([0] * 8, [0])
     now[0] = 0.99
-    assert fresh.get("a", make) == 0
+    assert fresh.get_or_make("a", make) == 0
     now[0] = 1.0
-    assert fresh.get("a", make) == 1
+    assert fresh.get_or_make("a", make) == 1
 
 
 def test_error_is_cached_and_expires() -> None:
@@ -46,14 +46,14 @@ def test_error_is_cached_and_expires() -> None:
 
     for _ in range(3):
         with pytest.raises(LookupError, match="no"):
-            fresh.get("a", refuse)
+            fresh.get_or_make("a", refuse)
     assert len(requested) == 1
     now[0] = 2.0
-    assert fresh.get("a", lambda: 7) == 7
+    assert fresh.get_or_make("a", lambda: 7) == 7
 
 
 def test_cache_is_bounded() -> None:
     fresh: ResponseCache[int] = ResponseCache(1e9, max_entries=3)
     for number in range(100):
-        assert fresh.get(number, functools.partial(int, number)) == number
-    assert [fresh.get(number, lambda: -1) for number in (97, 98, 99, 96, 0)] == [97, 98, 99, -1, -1]
+        assert fresh.get_or_make(number, functools.partial(int, number)) == number
+    assert [fresh.get_or_make(number, lambda: -1) for number in (97, 98, 99, 96, 0)] == [97, 98, 99, -1, -1]

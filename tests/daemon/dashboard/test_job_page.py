@@ -15,7 +15,7 @@ from elasticd_daemon.api.schema import JobStatus, JobSummary, NodeSummary
 from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import job_page, overview, status
 from elasticd_daemon.dashboard.job_page import EvidencePages, LogTail, PageQuery
-from elasticd_daemon.dashboard.layout import page
+from elasticd_daemon.dashboard.layout import render_page
 from elasticd_daemon.records import (
     ClusterView,
     JobResult,
@@ -40,14 +40,14 @@ def job_html(
     job: JobStatus, tail: LogTail, evidence: EvidencePages | None = None, failure: LogTail | None = None
 ) -> str:
     values = job_page.template_values(job, PageQuery(), NOW, tail, evidence, failure)
-    return page("job.html", job.job, "a", "0.1.0", values, now=NOW, logout=True)
+    return render_page("job.html", job.job, "a", "0.1.0", values, now=NOW, logout=True)
 
 
 def overview_html(
     jobs: JobList, nodes: list[NodeSummary], here: str, *, problems: Sequence[str] = (), state: str = "", key: str = ""
 ) -> str:
     values = overview.template_values(jobs, nodes, here, problems, state, key)
-    return page("overview.html", "jobs", here, "0", values, now=NOW, logout=True)
+    return render_page("overview.html", "jobs", here, "0", values, now=NOW, logout=True)
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -65,7 +65,7 @@ def test_running_job() -> None:
         "GPU 0: 97 %, 61 of 80 GB", "training for 3 min 16 s", "−4.0 s", "trained for 1 min 40 s", "a line",
     ):  # fmt: skip
         assert part in text, part
-    assert status.state(JobStatus.from_dict(a_job())) == ("running", "good")
+    assert status.job_state_chip(JobStatus.from_dict(a_job())) == ("running", "good")
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_running_job() -> None:
 )  # fmt: skip
 def test_problem_comes_first(progress: dict[str, Any], word: str, sentence: str) -> None:
     answer = a_job(**progress)
-    assert status.problem(JobStatus.from_dict(answer)) == (word, sentence)
+    assert status.job_problem(JobStatus.from_dict(answer)) == (word, sentence)
     assert f"running, {word}" in text_of(answer)
-    assert status.problem(JobStatus.from_dict({**answer, "ended_at": NOW})) is None
+    assert status.job_problem(JobStatus.from_dict({**answer, "ended_at": NOW})) is None
 
 
 def test_planned_round_is_not_counted_as_lost() -> None:
@@ -111,9 +111,9 @@ def test_round_after_a_lost_node_is_not_planned() -> None:
 
 def test_slow_steps_are_not_a_problem() -> None:
     answer = a_job(steps_per_second=0.05, ranks=[a_rank(0, idle_seconds=60.0)])
-    assert status.problem(JobStatus.from_dict(answer)) is None
+    assert status.job_problem(JobStatus.from_dict(answer)) is None
     waiting = a_job(ranks=[a_rank(0, phase="checkpoint", idle_seconds=60.0)])
-    assert status.problem(JobStatus.from_dict(waiting)) is None
+    assert status.job_problem(JobStatus.from_dict(waiting)) is None
 
 
 def test_job_before_its_first_round_and_after_its_end() -> None:
@@ -219,7 +219,7 @@ def test_job_page_escapes_everything() -> None:
     assert "".join(rendered(job, LogTail(why=WICKED)).text).count("CDATA") > 10
     shown = job_page.evidence_pages(evidence, brief=False)
     values = {"job": WICKED, "evidence": shown}
-    read(page("evidence.html", WICKED, WICKED, WICKED, values, now=NOW, logout=False))
+    read(render_page("evidence.html", WICKED, WICKED, WICKED, values, now=NOW, logout=False))
 
 
 def test_overview_escapes_everything() -> None:

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_daemon.dashboard.layout import public_page
+from elasticd_daemon.dashboard.layout import render_public_page
 from tests.daemon.dashboard.hostile_texts import PAYLOADS, read
 
 
 def message(text: str) -> str:
-    return public_page("message.html", text, heading=text, why="")
+    return render_public_page("message.html", text, heading=text, why="")
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_text_is_escaped(payload: str) -> None:
-    page = public_page("login.html", payload, why=payload, then=payload)
+    page = render_public_page("login.html", payload, why=payload, then=payload)
     found = read(page)
     assert found.links == ["data:,", "/login"]
     (shown,) = re.findall('<p id="why">(.*?)</p>', page, re.DOTALL)
@@ -40,4 +40,4 @@ def test_invisible_and_direction_characters_are_shown() -> None:
 
 def test_page_without_one_of_its_values_is_an_error() -> None:
     with pytest.raises(Exception, match="'why' is undefined"):
-        public_page("message.html", "t", heading="h")
+        render_public_page("message.html", "t", heading="h")

@@ -9,10 +9,10 @@ import pytest
 from elasticd_agent.system.network.http_auth import ATTEMPT_BURST, ATTEMPT_INTERVAL_S, MAX_LIMITED_ADDRESSES, GuessLimit
 from elasticd_daemon.dashboard.login import (
     CODE_LIFETIME_S,
-    COOKIE,
     COOKIE_LIFETIME_S,
+    COOKIE_NAME,
     MAX_CODES,
-    TLS_COOKIE,
+    TLS_COOKIE_NAME,
     LoginCookies,
     OneTimeCodes,
 )
@@ -43,8 +43,8 @@ def cookie(header: str | None) -> str:
 
 def test_cookie_is_valid_for_twelve_hours_and_across_restarts() -> None:
     token, other = Fixed(), Fixed()
-    made = cookie(LoginCookies(token, token.clock, True, KEY).issue("root", True, USER))
-    assert made.startswith(f"{TLS_COOKIE}=") and TLS_COOKIE.startswith("__Host-")
+    made = cookie(LoginCookies(token, token.clock, True, KEY).login_header("root", True, USER))
+    assert made.startswith(f"{TLS_COOKIE_NAME}=") and TLS_COOKIE_NAME.startswith("__Host-")
     assert not LoginCookies(other, other.clock, False, KEY).visitor(made, USER)
     elsewhere = LoginCookies(other, other.clock, True, KEY)
     assert elsewhere.visitor(f"theme=dark; {made}; x=y", USER)
@@ -57,11 +57,11 @@ def test_cookie_is_valid_for_twelve_hours_and_across_restarts() -> None:
 def test_new_token_invalidates_cookies() -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
-    made = cookie(passes.issue("root", True, USER))
+    made = cookie(passes.login_header("root", True, USER))
     token.secret = b"j" * 32
     assert not passes.visitor(made, USER)
     token.secret = None
-    assert not passes.visitor(made, USER) and passes.issue("root", True, USER) is None
+    assert not passes.visitor(made, USER) and passes.login_header("root", True, USER) is None
 
 
 @pytest.mark.parametrize(
@@ -83,22 +83,28 @@ def test_new_token_invalidates_cookies() -> None:
 def test_modified_cookie_is_invalid(change: object) -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
-    until, _, mac = cookie(passes.issue("root", True, USER)).partition("=")[2].partition(".")
+    until, _, mac = cookie(passes.login_header("root", True, USER)).partition("=")[2].partition(".")
     assert callable(change)
-    assert passes.visitor(f"{COOKIE}={until}.{mac}", USER)
-    assert not passes.visitor(f"{COOKIE}={change(int(until), mac)}", USER)
-    assert not passes.visitor(f"{COOKIE}={until}.{mac.replace('root', 'eve')}", USER)
+    assert passes.visitor(f"{COOKIE_NAME}={until}.{mac}", USER)
+    assert not passes.visitor(f"{COOKIE_NAME}={change(int(until), mac)}", USER)
+    assert not passes.visitor(f"{COOKIE_NAME}={until}.{mac.replace('root', 'eve')}", USER)
 
 
 def test_cookie_says_who_may_operate() -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
     ann, eve = (
-        passes.visitor(cookie(passes.issue(name, name == "ann.1 <b>", USER)), USER) for name in ("ann.1 <b>", "eve")
+        passes.visitor(cookie(passes.login_header(name, name == "ann.1 <b>", USER)), USER)
+        for name in ("ann.1 <b>", "eve")
     )
     assert (ann.name, ann.may_operate, eve.may_operate) == ("ann.1 <b>", True, False)
-    assert ann.sent(ann.form_key) and not ann.sent(eve.form_key) and not ann.sent("") and not ann.sent("é")
-    read_only = cookie(passes.issue("eve", False, USER))
+    assert (
+        ann.owns_form_key(ann.form_key)
+        and not ann.owns_form_key(eve.form_key)
+        and not ann.owns_form_key("")
+        and not ann.owns_form_key("é")
+    )
+    read_only = cookie(passes.login_header("eve", False, USER))
     assert passes.visitor(read_only.replace("read", "operate"), USER) is None
 
 
@@ -106,7 +112,7 @@ def test_knowing_the_tokens_signs_no_cookie() -> None:
     """One who may only read knows the only token, and what else a signature is made of."""
     token = Fixed()
     theirs = LoginCookies(token, token.clock, tls=False)
-    made = cookie(theirs.issue("root", True, USER))
+    made = cookie(theirs.login_header("root", True, USER))
     assert theirs.visitor(made, USER)
     assert not LoginCookies(token, token.clock, tls=False).visitor(made, USER), "another key"
 
@@ -114,7 +120,7 @@ def test_knowing_the_tokens_signs_no_cookie() -> None:
 def test_token_that_may_no_longer_operate_demotes_its_cookies() -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
-    made = cookie(passes.issue("token ann", True, USER))
+    made = cookie(passes.login_header("token ann", True, USER))
     token.readers = ("token ann",)
     found = passes.visitor(made, USER)
     assert found is not None and not found.may_operate
@@ -124,21 +130,21 @@ def test_cookie_is_good_for_the_browsers_user_only() -> None:
     """Browsers send it to every port of 127.0.0.1, also to another user's."""
     token = Fixed()
     plain = LoginCookies(token, token.clock, tls=False)
-    made = cookie(plain.issue("root", True, USER))
+    made = cookie(plain.login_header("root", True, USER))
     assert plain.visitor(made, USER)
     assert not plain.visitor(made, USER + 1) and not plain.visitor(made, None)
-    assert plain.issue("root", True, None) is None
+    assert plain.login_header("root", True, None) is None
     secure = LoginCookies(token, token.clock, tls=True)
-    assert secure.visitor(cookie(secure.issue("root", True, None)), None), "from another machine"
+    assert secure.visitor(cookie(secure.login_header("root", True, None)), None), "from another machine"
 
 
 def test_cookie_attributes() -> None:
     token = Fixed()
     flags = {"HttpOnly", "SameSite=Strict", "Path=/", f"Max-Age={COOKIE_LIFETIME_S}"}
-    plain = set((LoginCookies(token, token.clock, tls=False).issue("root", True, USER) or "").split("; ")[1:])
+    plain = set((LoginCookies(token, token.clock, tls=False).login_header("root", True, USER) or "").split("; ")[1:])
     assert plain == flags
     assert set(
-        (LoginCookies(token, token.clock, True, KEY).issue("root", True, USER) or "").split("; ")[1:]
+        (LoginCookies(token, token.clock, True, KEY).login_header("root", True, USER) or "").split("; ")[1:]
     ) == flags | {"Secure"}
 
 

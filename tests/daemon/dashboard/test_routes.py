@@ -31,7 +31,7 @@ from elasticd_daemon.agent import GC_THRESHOLDS
 from elasticd_daemon.api.client import Reply
 from elasticd_daemon.api.routes import ApiRoutes
 from elasticd_daemon.cli.job_commands import run_command
-from elasticd_daemon.dashboard.login import COOKIE, LoginCookies
+from elasticd_daemon.dashboard.login import COOKIE_NAME, LoginCookies
 from elasticd_daemon.dashboard.routes import DashboardRoutes, ResponseCache
 from elasticd_daemon.records import JobResult, Placement, RunnerStatus, Submission
 from elasticd_daemon.scheduler import job_queue
@@ -189,7 +189,9 @@ def test_failed_job_opens_with_its_rank(serve: Serve) -> None:
     assert "&#34;command&#34;" in page, "its file"
 
 
-@pytest.mark.parametrize("cookie", ["", f"{COOKIE}=", f"{COOKIE}={TOKEN}", f"{COOKIE}={int(NOW) + 9}.{'0' * 64}"])
+@pytest.mark.parametrize(
+    "cookie", ["", f"{COOKIE_NAME}=", f"{COOKIE_NAME}={TOKEN}", f"{COOKIE_NAME}={int(NOW) + 9}.{'0' * 64}"]
+)
 def test_invalid_cookie_opens_nothing(serve: Serve, cookie: str) -> None:
     assert browse(serve(), "/", cookie).code == 401
 
@@ -205,7 +207,7 @@ def test_new_token_file_invalidates_cookies_at_once(serve: Serve) -> None:
 def test_logout_expires_the_cookie(serve: Serve) -> None:
     reply = ask(serve(), "POST", "/logout")
     assert (reply.code, reply.headers["location"]) == (303, "/")
-    assert reply.headers["set-cookie"].startswith(f"{COOKIE}=; Max-Age=0;")
+    assert reply.headers["set-cookie"].startswith(f"{COOKIE_NAME}=; Max-Age=0;")
 
 
 REPLAY = """
@@ -265,7 +267,7 @@ def test_reader_of_the_only_usable_token_stays_one(serve: Serve, tmp_path: Path)
     key = hashlib.sha256(hashlib.sha256(secret.encode()).digest()).digest()
     for purpose in (b"elasticd page 2\0", b"elasticd page 3\0", b"elasticd page 3\0" + key):
         for signed in (text, f"{os.geteuid()}.{text}"):
-            forged = f"{COOKIE}={text}.{hmac.new(key, purpose + signed.encode(), hashlib.sha256).hexdigest()}"
+            forged = f"{COOKIE_NAME}={text}.{hmac.new(key, purpose + signed.encode(), hashlib.sha256).hexdigest()}"
             assert browse(one, "/", forged).code == 401
 
 
@@ -316,7 +318,7 @@ def test_page_under_another_name_is_closed(serve: Serve) -> None:
 def test_login_redirects_only_to_own_pages(serve: Serve, then: str) -> None:
     reply = login(serve(), then=then)
     assert (reply.code, reply.headers["location"]) == (303, "/")
-    assert reply.headers["set-cookie"].startswith(f"{COOKIE}=1")
+    assert reply.headers["set-cookie"].startswith(f"{COOKIE_NAME}=1")
 
 
 def test_open_prints_a_url_that_logs_in_once(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -516,6 +518,6 @@ def test_any_path_gets_a_page(entered: tuple[Served, str], path: bytes, query: b
     inside = browse(one, target, good)
     assert inside.code == 404, target
     read(inside.body.decode())
-    outside = browse(one, target, f"{COOKIE}=" + quote(cookie, safe=".;= "))
+    outside = browse(one, target, f"{COOKIE_NAME}=" + quote(cookie, safe=".;= "))
     assert outside.code == 401
     assert read(outside.body.decode()).links == ["data:,", "/login"]
