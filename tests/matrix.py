@@ -30,7 +30,7 @@ TORCHES = ("2.6.0", "2.13.0", NEWEST)
 HEAD = (
     "`make matrix` runs the tests that measure no time, on CPUs. Tests that need torch run with each torch, the others",
     "with the newest torch only. A cell shows its own last run. Earlier runs had fewer tests. In the column of",
-    "torch 2.13, cells above 2,000 are of a time when all tests ran with it, too.",
+    "torch 2.13, cells above 2,000 date from a time when all tests ran with it.",
     "",
 )
 TESTS = (
