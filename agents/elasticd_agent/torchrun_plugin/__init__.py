@@ -13,10 +13,10 @@ from typing import Any
 
 def get_handler() -> Callable[[Any], Any]:
     """torchrun registers the result as the factory of handlers named "elasticd"."""
-    return create
+    return create_handler
 
 
-def create(params: Any) -> Any:
+def create_handler(params: Any) -> Any:
     """A `RendezvousHandler` for torch's `RendezvousParameters`, not connected yet. Raises UsageError."""
     from elasticd_agent.torchrun_plugin.handler import make_etcd_handler
     from elasticd_agent.torchrun_plugin.options import parse_options

@@ -46,7 +46,7 @@ MAX_HISTORY_NODES = 16
 """Nodes that are asked for the history of a job without a placement."""
 MAX_FULL_HISTORY_NODES = 3
 """Other nodes that are asked for a job's whole history, besides those that it has left; the rest report their ranks."""
-_NOT_REGISTERED = "its agent is not registered"
+_NOT_REGISTERED_REASON = "its agent is not registered"
 
 
 class NotFound(ElasticdError):
@@ -82,7 +82,9 @@ class ClusterReader:
             is_behind = bool(rows) and (rows[0].round or 0) >= (own.round or 0)
             rows.insert(len(rows) if is_behind and not is_member else 0, own)
         # Only the job's own nodes: a node that may never have had the job is not missed.
-        problems = {node: answer for node in nodes if isinstance(answer := answers.get(node, _NOT_REGISTERED), str)}
+        problems = {
+            node: answer for node in nodes if isinstance(answer := answers.get(node, _NOT_REGISTERED_REASON), str)
+        }
         problems.pop(self.local.node, None)
         return merge_progress(rows, problems)
 
@@ -155,7 +157,7 @@ class ClusterReader:
             return self.local.read_log(job.job, job.number, request)
         address = registered_addresses(view, [node]).get(node)
         if address is None:
-            raise Unreachable(_NOT_REGISTERED)
+            raise Unreachable(_NOT_REGISTERED_REASON)
         query = {"number": job.number, **request.query()}
         path = f"/v1/local/jobs/{quote(job.job, safe='')}/logs"
         reply = self.peers.request(address, "GET", path, query, PEER_TIMEOUT_S)
@@ -200,7 +202,7 @@ class ClusterReader:
         }
         if own:
             rows[self.local.node] = own[0]
-        return [{**rows.get(node, {"error": _NOT_REGISTERED}), "node": node} for node in names]
+        return [{**rows.get(node, {"error": _NOT_REGISTERED_REASON}), "node": node} for node in names]
 
     def candidate_nodes(self, view: ClusterView, job: Submission, current: Round | None = None) -> list[str]:
         """Every node that may have data of the job, this one first. `current`: the job's current Round, if known."""

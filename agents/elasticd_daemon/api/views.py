@@ -171,7 +171,7 @@ def nodes_still_running(runners: Mapping[str, RunnerStatus]) -> list[str]:
     return [node for node, runner in runners.items() if runner.state != "refused"]
 
 
-NOT_SCHEDULED_YET = "not scheduled yet; an agent does that within seconds"
+NOT_SCHEDULED_REASON = "not scheduled yet; an agent does that within seconds"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -267,7 +267,7 @@ def _state_fields(
         "state": state,
         "nodes": tuple([assignment.node for assignment in assignments]),
         "slots": sum([len(assignment.slots) for assignment in assignments]),
-        "reason": NOT_SCHEDULED_YET if placement is None else policy.describe(placement.reason, head),
+        "reason": NOT_SCHEDULED_REASON if placement is None else policy.describe(placement.reason, head),
     }
 
 

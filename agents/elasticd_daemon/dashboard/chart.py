@@ -29,26 +29,10 @@ COLUMNS = 180
 MAX_MARKS = 40
 """The newest rounds of the window, which are marked with a line."""
 _TICK_DISTANCES_S = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10800,
-    21600,
-    43200,
-    86400,
-    172800,
-    604800,
+    *(1, 2, 5, 10, 15, 30),
+    *(60, 120, 300, 600, 900, 1800),
+    *(3600, 7200, 10800, 21600, 43200),
+    *(86400, 172800, 604800),
 )
 _LAST_RATE_FACTOR = 2.5
 """A rate holds after its last point for this many times the distance of its last two points."""

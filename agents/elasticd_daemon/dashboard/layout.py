@@ -99,12 +99,18 @@ def render_page(
     values: Mapping[str, object],
     *,
     now: float,
-    logout: bool,
-    every_s: float | None = REFRESH_INTERVAL_S,
+    has_logout_button: bool,
+    refresh_s: float | None = REFRESH_INTERVAL_S,
 ) -> str:
-    """A page after login. `logout`: with the button. `every_s`: None without refresh."""
-    frame = {"title": title, "node": node, "version": version, "logout": logout, "reload_s": NOSCRIPT_RELOAD_S}
-    return _TEMPLATES.get_template(template).render({**values, **frame, "now": now, "every_s": every_s})
+    """A page after login. `refresh_s`: None without refresh."""
+    frame = {
+        "title": title,
+        "node": node,
+        "version": version,
+        "has_logout_button": has_logout_button,
+        "reload_s": NOSCRIPT_RELOAD_S,
+    }
+    return _TEMPLATES.get_template(template).render({**values, **frame, "now": now, "refresh_s": refresh_s})
 
 
 def render_public_page(template: str, title: str, **values: object) -> str:

@@ -42,14 +42,14 @@ LOG_TAIL_BYTES = 16 << 10
 PAGE_TIMEOUT_S = 2.0
 NODES_ASKED_PER_S = 16
 """A page of a job on more than twice this many nodes is refreshed less often: each node is asked for its ranks."""
-NO_TOKEN = "This agent has no token: set http.token_file in agent.toml."
-_TOKEN_NEEDED = "This page shows jobs, their logs and the nodes. It needs the agent's token."
-_LINK_USED = "This link was used, or is too old: `elasticd open` prints a new one. Or give the token."
-_NO_TLS = (
+NO_TOKEN_REASON = "This agent has no token: set http.token_file in agent.toml."
+_TOKEN_NEEDED_REASON = "This page shows jobs, their logs and the nodes. It needs the agent's token."
+_LINK_USED_REASON = "This link was used, or is too old: `elasticd open` prints a new one. Or give the token."
+_NO_TLS_REASON = (
     "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), or "
     "open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"
 )
-_FOREIGN_FORM = "This form does not come from a page that is open in this browser: load the page again."
+_FOREIGN_FORM_REASON = "This form does not come from a page that is open in this browser: load the page again."
 _PUBLIC_ROUTES = {("POST", "/login"), ("POST", "/logout"), ("GET", "/login")}
 _FORM_TYPE = "application/x-www-form-urlencoded"
 
@@ -145,12 +145,12 @@ class DashboardRoutes:
             return self._login_needs_tls()
         if denied.code == 401:
             then = request.path + (f"?{request.query}" if request.query else "")
-            return self._login_form(401, _TOKEN_NEEDED, then, ("WWW-Authenticate", "Bearer"))
+            return self._login_form(401, _TOKEN_NEEDED_REASON, then, ("WWW-Authenticate", "Bearer"))
         return _message_response(denied.code, "Access denied", denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
         if request.method == "POST" and request.path in ("/login", "/logout") and request.is_cross_origin:
-            return _message_response(403, "Not allowed", _FOREIGN_FORM)
+            return _message_response(403, "Not allowed", _FOREIGN_FORM_REASON)
         if request.method == "POST" and request.path == "/login":
             return self._log_in(request)
         if request.method == "GET" and request.path == "/login":
@@ -206,12 +206,12 @@ class DashboardRoutes:
         """
         visitor = self.cookies.visitor(request.cookie, request.peer_uid)
         if visitor is None or request.is_cross_origin:
-            return self._error_page(403, "Not allowed", _FOREIGN_FORM, request)
+            return self._error_page(403, "Not allowed", _FOREIGN_FORM_REASON, request)
         if not visitor.may_operate:
             why = f"{visitor.name} may only read: its token is in http.read_only of agent.toml."
             return self._error_page(403, "Not allowed", why, request)
         if not visitor.owns_form_key(_parse_form(request).get("key", "")):
-            return self._error_page(403, "Not allowed", _FOREIGN_FORM, request)
+            return self._error_page(403, "Not allowed", _FOREIGN_FORM_REASON, request)
         service, by = self.api.service, request.requested_by
         where = formatting.job_url(target) if kind == "jobs" else "/"
         match action:
@@ -239,9 +239,9 @@ class DashboardRoutes:
         key, evidence = self._form_key(request), self._newest_evidence(job)
         values = job_page.template_values(job, query, now, self._read_log_tail(job, query), evidence, failure, key)
         mark = "▲ " if job_problem(job) else ""
-        every_s = max(layout.REFRESH_INTERVAL_S, len(job.nodes) / NODES_ASKED_PER_S)
+        refresh_s = max(layout.REFRESH_INTERVAL_S, len(job.nodes) / NODES_ASKED_PER_S)
         title = f"{mark}{job.job}: {job.state} · elasticd"
-        return self._render(request, "job.html", title, values, every_s=every_s)
+        return self._render(request, "job.html", title, values, refresh_s=refresh_s)
 
     def _evidence_page(self, request: HttpRequest, name: str) -> HttpResponse:
         job = self._job_status(name)
@@ -249,7 +249,7 @@ class DashboardRoutes:
             "nodes"
         ]
         values = {"job": name, "evidence": job_page.evidence_pages(rows, brief=False)}
-        return self._render(request, "evidence.html", f"{name}: evidence · elasticd", values, every_s=None)
+        return self._render(request, "evidence.html", f"{name}: evidence · elasticd", values, refresh_s=None)
 
     def _job_status(self, name: str) -> JobStatus:
         return self._jobs.get_or_make(name, lambda: self.api.service.job_status(name))
@@ -289,12 +289,21 @@ class DashboardRoutes:
         title: str,
         values: Mapping[str, object],
         *,
-        every_s: float | None = layout.REFRESH_INTERVAL_S,
+        refresh_s: float | None = layout.REFRESH_INTERVAL_S,
         code: int = 200,
     ) -> HttpResponse:
-        service, logout = self.api.service, bool(request.client_host)
+        service, has_logout_button = self.api.service, bool(request.client_host)
         node, now = service.local.node, service.clock()
-        page = layout.render_page(template, title, node, self.version, values, now=now, logout=logout, every_s=every_s)
+        page = layout.render_page(
+            template,
+            title,
+            node,
+            self.version,
+            values,
+            now=now,
+            has_logout_button=has_logout_button,
+            refresh_s=refresh_s,
+        )
         return layout.html_response(code, page)
 
     def _error_page(self, code: int, title: str, why: str, request: HttpRequest) -> HttpResponse:
@@ -305,7 +314,7 @@ class DashboardRoutes:
         form = _parse_form(request)
         target = _safe_login_target(form.get("then", "/"))
         if self.token_auth.fingerprint() is None:
-            return _message_response(403, "Login is disabled", NO_TOKEN)
+            return _message_response(403, "Login is disabled", NO_TOKEN_REASON)
         if not self.cookies.may_log_in(request.client_host, request.host_header, request.peer_uid):
             return self._login_needs_tls()
         holder = self.token_auth.holder(form.get("token", ""))
@@ -322,15 +331,15 @@ class DashboardRoutes:
         return layout.html_response(code, page, layout.PUBLIC_POLICY, *headers)
 
     def _login_needs_tls(self) -> HttpResponse:
-        return _message_response(403, "Login needs TLS", f"{_NO_TLS[0].upper()}{_NO_TLS[1:]}.")
+        return _message_response(403, "Login needs TLS", f"{_NO_TLS_REASON[0].upper()}{_NO_TLS_REASON[1:]}.")
 
     def _issue_login_code(self, by: str) -> HttpResponse:
         """A path that logs one browser in, for a caller of the API, who has full access."""
         if self.token_auth.fingerprint() is None:
-            raise HttpError(409, self.token_auth.problem() or NO_TOKEN)
+            raise HttpError(409, self.token_auth.problem() or NO_TOKEN_REASON)
         host = self.base_url.partition("://")[2]
         if not self.cookies.may_log_in("127.0.0.1", host, os.getuid()):
-            raise HttpError(409, f"a browser may not log in at {self.base_url}: {_NO_TLS}")
+            raise HttpError(409, f"a browser may not log in at {self.base_url}: {_NO_TLS_REASON}")
         path = f"/login?code={self.codes.issue(submitter(by))}"
         return json_response({"path": path, "base": self.base_url, "expires_seconds": CODE_LIFETIME_S}, 201)
 
@@ -343,7 +352,7 @@ class DashboardRoutes:
         name = self.codes.redeem(_parse_pairs(request.query).get("code", ""))
         if name is not None and (cookie := self.cookies.login_header(name, True, request.peer_uid)) is not None:
             return _redirect("/", cookie)
-        return self._login_form(401, _LINK_USED, "/")
+        return self._login_form(401, _LINK_USED_REASON, "/")
 
 
 def _parse_button_path(path: str) -> tuple[str, str, str] | None:

@@ -40,14 +40,14 @@ def job_html(
     job: JobStatus, tail: LogTail, evidence: EvidencePages | None = None, failure: LogTail | None = None
 ) -> str:
     values = job_page.template_values(job, PageQuery(), NOW, tail, evidence, failure)
-    return render_page("job.html", job.job, "a", "0.1.0", values, now=NOW, logout=True)
+    return render_page("job.html", job.job, "a", "0.1.0", values, now=NOW, has_logout_button=True)
 
 
 def overview_html(
     jobs: JobList, nodes: list[NodeSummary], here: str, *, problems: Sequence[str] = (), state: str = "", key: str = ""
 ) -> str:
     values = overview.template_values(jobs, nodes, here, problems, state, key)
-    return render_page("overview.html", "jobs", here, "0", values, now=NOW, logout=True)
+    return render_page("overview.html", "jobs", here, "0", values, now=NOW, has_logout_button=True)
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -219,7 +219,7 @@ def test_job_page_escapes_everything() -> None:
     assert "".join(rendered(job, LogTail(why=WICKED)).text).count("CDATA") > 10
     shown = job_page.evidence_pages(evidence, brief=False)
     values = {"job": WICKED, "evidence": shown}
-    read(render_page("evidence.html", WICKED, WICKED, WICKED, values, now=NOW, logout=False))
+    read(render_page("evidence.html", WICKED, WICKED, WICKED, values, now=NOW, has_logout_button=False))
 
 
 def test_overview_escapes_everything() -> None:

@@ -49,7 +49,7 @@ EVENT_WAIT_MS = 10_000
 """An event ends the wait at once."""
 EVENT_RETRY_S = 5.0
 """After NVML refused to deliver events: the driver is being replaced, or a GPU is being reset."""
-_XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)", re.MULTILINE)
+_XID_RECORD = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)", re.MULTILINE)
 
 
 # ---- facts
@@ -155,7 +155,7 @@ def read_last_xids(path: str = "/dev/kmsg") -> dict[str, str]:
             if not record:
                 break
             size += len(record)
-            for match in _XID.finditer(record):
+            for match in _XID_RECORD.finditer(record):
                 at_us, bus, number, what = (decode_if_bytes(part) for part in match.groups())
                 last_xids[short_bus_id(bus.removeprefix("PCI:"))] = (
                     f"{number} at {int(at_us) / 1e6:.0f} s after boot: {what[:120]}"
@@ -195,7 +195,7 @@ def _divide_if_known(value: Any, by: int) -> Any:
 # ---- memory
 
 
-class GpuHandle:
+class GpuMemoryTracker:
     """One GPU of the job, and what its processes held when they were last seen alive."""
 
     def __init__(self, nvml: Any, name: str, index: int, handle: Any) -> None:
@@ -259,7 +259,7 @@ class MemoryHolderObserver:
         self._pids: Mapping[int, str] = {}
         if by_name is None:
             by_name = handles_by_index(nvml)
-        self._gpus = [GpuHandle(nvml, name, index, handle) for name, (index, handle) in by_name.items()]
+        self._gpus = [GpuMemoryTracker(nvml, name, index, handle) for name, (index, handle) in by_name.items()]
 
     def sample(self, pids: Collection[int]) -> None:
         for gpu in self._gpus:

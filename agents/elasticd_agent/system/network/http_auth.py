@@ -130,7 +130,7 @@ class _TokenFile:
     file: Path
     key: str
 
-    def read(self) -> tuple[bytes | None, str]:
+    def read_digest(self) -> tuple[bytes | None, str]:
         """The token's digest, or None and the problem."""
         try:
             return token_digest(read_token(self.file, self.key)), ""
@@ -173,7 +173,7 @@ class TokenAuth:
                 "this agent has no token, so only /metrics, /healthz and /readyz are public here; set "
                 "http.token_file in agent.toml, or use its unix socket on the node itself",
             )
-        if self.fingerprint() is None and (self._agents is None or self._agents.read()[0] is None):
+        if self.fingerprint() is None and (self._agents is None or self._agents.read_digest()[0] is None):
             return AccessDenied(403, f"access denied, since the token cannot be used: {self.problem()}")
         if len(authorization) != 1:
             return AccessDenied(
@@ -194,11 +194,13 @@ class TokenAuth:
     def holder(self, given: str) -> Caller | None:
         """The caller whose token it is. All are compared, in constant time, by their digests, which hide lengths."""
         digest = token_digest(given.strip())
-        holders = [caller for caller, file in self._files.items() if hmac.compare_digest(digest, file.read()[0] or b"")]
+        holders = [
+            caller for caller, file in self._files.items() if hmac.compare_digest(digest, file.read_digest()[0] or b"")
+        ]
         return holders[0] if holders else None
 
     def _authenticate_agent(self, given: str) -> Caller | None:
-        digest = None if self._agents is None else self._agents.read()[0]
+        digest = None if self._agents is None else self._agents.read_digest()[0]
         if digest is None or not self.address or not given.isascii():
             return None
         right = hmac.compare_digest(given.strip(), agent_credential(digest, self.address))
@@ -223,7 +225,7 @@ class TokenAuth:
         one. No secret: who knows the tokens can compute it.
         """
         files = [file for caller, file in self._files.items() if caller.name == name] or [*self._files.values()]
-        digests = [digest for file in files if (digest := file.read()[0]) is not None]
+        digests = [digest for file in files if (digest := file.read_digest()[0]) is not None]
         return hashlib.sha256(b"".join(digests)).digest() if digests else None
 
     def may_operate(self, name: str) -> bool:
@@ -233,11 +235,11 @@ class TokenAuth:
     def problem(self) -> str:
         """The problems of the tokens' files, "" if there is none."""
         files = dict.fromkeys([*self._files.values(), *([] if self._agents is None else [self._agents])])
-        return "; ".join(problem for file in files if (problem := file.read()[1]))
+        return "; ".join(problem for file in files if (problem := file.read_digest()[1]))
 
     def agents_token(self) -> str | None:
         """The agents' token, for requests to another agent; None if there is no usable one."""
-        if self._agents is None or self._agents.read()[0] is None:
+        if self._agents is None or self._agents.read_digest()[0] is None:
             return None
         try:
             return read_token(self._agents.file, self._agents.key)
@@ -310,11 +312,11 @@ def _peer_groups(sock: socket.socket) -> tuple[int, ...]:
     return struct.unpack(f"{len(data) // 4}I", data)
 
 
-def _lookup_id(name: str, key: str, known: Callable[[str], int]) -> int:
+def _lookup_id(name: str, key: str, lookup: Callable[[str], int]) -> int:
     if name.isascii() and name.isdigit():
         return int(name)
     try:
-        return known(name)
+        return lookup(name)
     except KeyError:
         raise UsageError(
             f"http.{key}: there is no {name!r} on this machine; give an existing name, or a number"

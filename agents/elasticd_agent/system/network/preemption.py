@@ -37,7 +37,7 @@ NoticeQuery = Callable[[str], str]
 
 
 def aws_notice(base: str) -> str:
-    token = {"X-aws-ec2-metadata-token": http_request(f"{base}/latest/api/token", _AWS_TOKEN_LIFETIME, "PUT").decode()}
+    token = {"X-aws-ec2-metadata-token": http_request(f"{base}/latest/api/token", _AWS_TOKEN_HEADERS, "PUT").decode()}
     if action := http_request(f"{base}/latest/meta-data/spot/instance-action", token):
         told = json.loads(action)
         return f"AWS will {told['action']} this spot instance at {told['time']}"
@@ -84,7 +84,7 @@ NOTICE_QUERIES: Mapping[str, NoticeQuery] = {
     "azure": azure_notice,
     "kubernetes": kubernetes_notice,
 }
-_AWS_TOKEN_LIFETIME = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+_AWS_TOKEN_HEADERS = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
 
 
 class PreemptionMonitor:
