@@ -39,7 +39,10 @@ def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: b
     """A result for each check; bounded, whatever hangs."""
     checks = NodeChecks(settings, environ, lambda: None)
     try:
-        results = [*checks.run(True, max_gpus_seen(settings)), *check_links(agent_is_root(settings.state_dir))]
+        results = [
+            *checks.run(True, max_gpus_seen(settings)),
+            *check_link_protection(agent_is_root(settings.state_dir)),
+        ]
         skip = skipped(ALL_REDUCE_CHECK, "jobs may be running here; --all-reduce runs it")
         return [*results, checks.all_reduce() if all_reduce else skip]
     finally:
@@ -54,7 +57,7 @@ def agent_is_root(state_dir: Path) -> bool:
         return os.geteuid() == 0
 
 
-def check_links(root: bool, sysctls: Path = Path("/proc/sys/fs")) -> list[CheckResult]:
+def check_link_protection(root: bool, sysctls: Path = Path("/proc/sys/fs")) -> list[CheckResult]:
     """The kernel keeps users from leading root to files of others by links. Root's agent runs jobs of any user."""
     results = []
     for name in ("protected_hardlinks", "protected_symlinks"):

@@ -49,10 +49,10 @@ CA_VARIABLE = "ELASTICD_CA"
 EVIDENCE_TIMEOUT_S = 75.0
 DRAIN_TIMEOUT_S = 3600.0
 POLL_S = 0.5
-_MAX_FILE_BYTES = 64 * 1024
+_MAX_JOB_FILE_BYTES = 64 * 1024
 _CONTENT_TYPES = {"toml": "application/toml", "json": "application/json"}
 _SUBMIT_TRIES = 3
-_FAILURE_LINES = 40
+_FAILED_RANK_LINES = 40
 _JOB_OPTIONS = ("module", "no_python", "python", "env", "nodes", "workers", "checkpoint_dir", "priority", "node_labels")
 """Keys of a job file that have an option, for a command without a file."""
 
@@ -64,8 +64,8 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     options.command = command
     client = make_client(
         options.agent or os.environ.get(AGENT_VARIABLE),
-        options.token_file or _path(os.environ.get(TOKEN_FILE_VARIABLE)),
-        options.ca or _path(os.environ.get(CA_VARIABLE)),
+        options.token_file or _path_or_none(os.environ.get(TOKEN_FILE_VARIABLE)),
+        options.ca or _path_or_none(os.environ.get(CA_VARIABLE)),
     )
     try:
         return _COMMANDS[name](client, options)
@@ -84,23 +84,23 @@ def _submit(client: AgentClient, options: argparse.Namespace) -> int:
     if options.command and options.file is not None:
         raise UsageError("give a job file, or -- and a command, not both")
     if options.command:
-        return _submit_file(client, options, Path("the command"), _job_of(options), "application/json")
+        return _submit_file(client, options, Path("the command"), _make_job_file(options), "application/json")
     given = [name for name in _JOB_OPTIONS if getattr(options, name) is not None]
     if options.file is None or given:
         what = f"--{given[0].replace('_', '-')} is for a command" if given else "a job file is missing"
         raise UsageError(f"{what}; write: elasticd submit [options] -- train.py [arguments]")
     path: Path = options.file
-    data = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1) if str(path) == "-" else _content(path)
+    data = sys.stdin.buffer.read(_MAX_JOB_FILE_BYTES + 1) if str(path) == "-" else _read_file(path)
     if not data.strip():
         raise UsageError(f"{path} is empty; `elasticd config example --job` prints a job file to start from")
-    if len(data) > _MAX_FILE_BYTES:
-        raise UsageError(f"{path} has more than {_MAX_FILE_BYTES} bytes, the limit of a job file")
+    if len(data) > _MAX_JOB_FILE_BYTES:
+        raise UsageError(f"{path} has more than {_MAX_JOB_FILE_BYTES} bytes, the limit of a job file")
     from elasticd_daemon.config.documents import format_of
 
     return _submit_file(client, options, path, data, _CONTENT_TYPES[options.kind or format_of(path.name)])
 
 
-def _job_of(options: argparse.Namespace) -> bytes:
+def _make_job_file(options: argparse.Namespace) -> bytes:
     """The job file for a command that is run in this directory, as `elasticd run` would."""
     if not (options.module or options.no_python):
         _check_is_script(options.command)
@@ -135,8 +135,8 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
         if reply.code == 503:
             time.sleep(POLL_S)
             reply = client.post("/v1/jobs", data, kind, query=query)
-    made = _checked(reply, path)
-    shown = _show(options, made, lambda made: f"{made['job']}\n")
+    made = _result_or_usage_error(reply, path)
+    shown = _print_answer(options, made, lambda made: f"{made['job']}\n")
     if not options.follow:
         return shown
     job = str(made["job"])
@@ -145,13 +145,13 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
     if rank := ended.failed_rank:  # the lines of rank 0 are here already
         print(f"elasticd submit: the end of rank {rank}'s stderr:", file=sys.stderr)
         with contextlib.suppress(RequestFailed):  # it has written nothing
-            _follow(client, LogQuery(job, rank, ("stderr",), None, None, _FAILURE_LINES, False), "submit")
+            _follow(client, LogQuery(job, rank, ("stderr",), None, None, _FAILED_RANK_LINES, False), "submit")
     end = ": ".join(visible(word) for word in (job, ended.state, ended.reason))
     print(f"elasticd submit: {end}", file=sys.stderr)
     return 0 if ended.state == "succeeded" else 1
 
 
-def _checked(reply: Reply, path: Path) -> Answer:
+def _result_or_usage_error(reply: Reply, path: Path) -> Answer:
     """Raises UsageError that names the job file."""
     if reply.code == 400:
         raise UsageError(reply.why.replace("the job: ", f"{path}: ", 1))
@@ -161,7 +161,7 @@ def _checked(reply: Reply, path: Path) -> Answer:
 def _list(client: AgentClient, options: argparse.Namespace, path: str, page: Callable[[Answer], str]) -> int:
     answer = client.get(path).result()
     _print_problems(answer)
-    return _show(options, answer, page)
+    return _print_answer(options, answer, page)
 
 
 def _summaries(answer: Answer) -> list[JobSummary]:
@@ -180,8 +180,8 @@ def _status(client: AgentClient, options: argparse.Namespace) -> int:
     if options.job is None:
         answer = fetch_overview(client)
         _print_problems(answer)
-        return _show(options, answer, lambda answer: tables.overview(answer, ended=True))
-    return _show(
+        return _print_answer(options, answer, lambda answer: tables.overview(answer, ended=True))
+    return _print_answer(
         options, fetch_status(client, options.job), lambda answer: tables.job_page(JobStatus.from_dict(answer))
     )
 
@@ -207,7 +207,7 @@ def _follow(client: AgentClient, query: LogQuery, command: str) -> None:
 
 
 def _cancel(client: AgentClient, options: argparse.Namespace) -> int:
-    return _show(options, client.post(f"{job_path(options.job)}/cancel").result(), tables.cancelled)
+    return _print_answer(options, client.post(f"{job_path(options.job)}/cancel").result(), tables.cancel_line)
 
 
 def _cordon(client: AgentClient, options: argparse.Namespace, what: str) -> int:
@@ -215,28 +215,28 @@ def _cordon(client: AgentClient, options: argparse.Namespace, what: str) -> int:
     row = client.post(f"/v1/nodes/{quote(options.name, safe='')}/{what}", body).result()
     if getattr(options, "wait", False):
         row = _wait_until_drained(client, options.name, options.timeout)
-    return _show(options, row, lambda row: _node_table({"nodes": [row]}))
+    return _print_answer(options, row, lambda row: _node_table({"nodes": [row]}))
 
 
 def _uncordon(client: AgentClient, options: argparse.Namespace) -> int:
     answer = client.post(f"/v1/nodes/{quote(options.name, safe='')}/uncordon").result()
-    return _show(options, answer, lambda answer: f"{answer['node']} takes work again\n")
+    return _print_answer(options, answer, lambda answer: f"{answer['node']} takes work again\n")
 
 
 def _open(client: AgentClient, options: argparse.Namespace) -> int:
     made = client.post("/v1/login").result()
     # Over TCP the browser uses the way that this command has used; on the node itself the agent knows its port.
     made["url"] = (made.get("base", "") if client.socket is not None else str(client)) + made.get("path", "")
-    return _show(options, made, lambda made: f"{made['url']}\n")
+    return _print_answer(options, made, lambda made: f"{made['url']}\n")
 
 
 def _dump(client: AgentClient, options: argparse.Namespace) -> int:
-    return _evidence(options, client.post(f"{job_path(options.job)}/dump", within_s=EVIDENCE_TIMEOUT_S).result())
+    return _print_evidence(options, client.post(f"{job_path(options.job)}/dump", within_s=EVIDENCE_TIMEOUT_S).result())
 
 
 def _explain(client: AgentClient, options: argparse.Namespace) -> int:
     path, query = f"{job_path(options.job)}/explain", {"round": options.round}
-    return _evidence(options, client.get(path, query, EVIDENCE_TIMEOUT_S).result())
+    return _print_evidence(options, client.get(path, query, EVIDENCE_TIMEOUT_S).result())
 
 
 _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
@@ -256,7 +256,7 @@ _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
 }
 
 
-def _show(options: argparse.Namespace, found: Answer, page: Callable[[Answer], str]) -> int:
+def _print_answer(options: argparse.Namespace, found: Answer, page: Callable[[Answer], str]) -> int:
     try:
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if options.json else page(found)
     except (WireError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -270,7 +270,7 @@ def _print_problems(found: Answer) -> None:
         print(f"elasticd: {visible(str(sentence))}", file=sys.stderr)
 
 
-def _evidence(options: argparse.Namespace, found: Answer) -> int:
+def _print_evidence(options: argparse.Namespace, found: Answer) -> int:
     """The explanations of the nodes, those with a verdict first; a node without evidence is a line on stderr."""
     rows = [row for row in found.get("nodes", []) if options.node in (None, row.get("node"))]
     explained = [row for row in rows if isinstance(row.get("page"), str)]
@@ -311,17 +311,17 @@ def _wait_until_drained(client: AgentClient, node: str, within_s: float) -> Answ
         time.sleep(POLL_S)
 
 
-def _content(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(_MAX_FILE_BYTES + 1)
+            return file.read(_MAX_JOB_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{path}: cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
         ) from None
 
 
-def _path(text: str | None) -> Path | None:
+def _path_or_none(text: str | None) -> Path | None:
     return Path(text) if text else None
 
 
@@ -364,7 +364,7 @@ _EPILOG = (
 )
 
 
-_ALL = " ".join(_COMMANDS)
+_ALL_COMMANDS = " ".join(_COMMANDS)
 
 
 def _option(commands: str, *spellings: str, **arguments: Any) -> tuple[list[str], tuple[str, ...], dict[str, Any]]:
@@ -450,9 +450,11 @@ _OPTIONS = (
     _option(
         " ".join(_COMMANDS.keys() - {"logs"}), "--json", action="store_true", help="print the agent's JSON, not a page"
     ),
-    _option(_ALL, "--agent", metavar="URL", help="the agent: unix:PATH, http://HOST:PORT or https://HOST:PORT"),
-    _option(_ALL, "--token-file", type=Path, metavar="FILE", help="the file with the token, needed over TCP"),
-    _option(_ALL, "--ca", type=Path, metavar="FILE", help="the authority of the agent's certificate, PEM"),
+    _option(
+        _ALL_COMMANDS, "--agent", metavar="URL", help="the agent: unix:PATH, http://HOST:PORT or https://HOST:PORT"
+    ),
+    _option(_ALL_COMMANDS, "--token-file", type=Path, metavar="FILE", help="the file with the token, needed over TCP"),
+    _option(_ALL_COMMANDS, "--ca", type=Path, metavar="FILE", help="the authority of the agent's certificate, PEM"),
 )
 
 

@@ -27,7 +27,7 @@ from elasticd_daemon.api.client import AgentClient, Reply, RequestFailed, Unreac
 from elasticd_daemon.api.schema import LogChunk
 
 POLL_S = 0.5
-RETRY_S = 120.0
+OUTAGE_TIMEOUT_S = 120.0
 """The time for which -f waits for an agent that is being restarted or upgraded, or for its store."""
 _TAIL_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ class LogQuery:
     streams: tuple[str, ...]
     node: str | None
     round: int | None
-    tail: int | None
+    tail_lines: int | None
     follow: bool
 
 
@@ -48,10 +48,10 @@ class _Stream:
     name: str
     out: BinaryIO
     offset: int = 0
-    ended: bool = False
+    at_end: bool = False
     is_final: bool = False
     started: bool = False
-    stop_at: int | None = None
+    stop_offset: int | None = None
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class LogFollower:
     _streams: list[_Stream] = field(init=False)
     _round: int | None = field(init=False)
     _node: str | None = field(init=False)
-    _newest: int = 0
+    _newest_round: int = 0
     _last_error: str = ""
 
     def __post_init__(self) -> None:
@@ -81,8 +81,8 @@ class LogFollower:
         if self.query.follow:
             self._await_start()
         while True:
-            newest = self._newest
-            moved = [self._read_piece(stream) for stream in self._streams]
+            newest = self._newest_round
+            moved = [self._print_next_chunk(stream) for stream in self._streams]
             if any(moved):
                 continue
             if not any(stream.started for stream in self._streams) and not self.query.follow:
@@ -90,9 +90,9 @@ class LogFollower:
             if not self.query.follow:
                 break
             # Only if it existed before the last read: then nothing is added to this round any more.
-            if self._next_round(newest):
+            if self._advance_round(newest):
                 continue
-            if self._is_over():
+            if self._log_is_final():
                 break
             self.sleep(POLL_S)
 
@@ -109,11 +109,11 @@ class LogFollower:
                 self.log(waiting if waiting.startswith(state) else f"{state}: {waiting}")
             self.sleep(2 * POLL_S)
 
-    def _read_piece(self, stream: _Stream) -> bool:
+    def _print_next_chunk(self, stream: _Stream) -> bool:
         """Print what was added to this stream; True if there was something."""
-        if stream.stop_at is not None and stream.offset >= stream.stop_at:
+        if stream.stop_offset is not None and stream.offset >= stream.stop_offset:
             return False
-        tail = self.query.tail is not None and not stream.started
+        tail = self.query.tail_lines is not None and not stream.started
         query = {
             "rank": self.query.rank,
             "stream": stream.name,
@@ -123,9 +123,9 @@ class LogFollower:
         }
         reply = self._retry(lambda: self.client.get(f"{job_path(self.query.job)}/logs", query))
         if reply.code == 404:
-            self._last_error, stream.ended = reply.why, True
+            self._last_error, stream.at_end = reply.why, True
             if stream.started:  # it has nothing in this round
-                stream.is_final = self._has_ended()
+                stream.is_final = self._job_has_ended()
             return False
         if reply.code != 200:
             raise RequestFailed(reply.why)
@@ -137,40 +137,40 @@ class LogFollower:
         if not stream.started or self._node is None:
             self._node = chunk.node
         if not stream.started and not self.query.follow:
-            stream.stop_at = chunk.size  # lines that are added meanwhile are not awaited
+            stream.stop_offset = chunk.size  # lines that are added meanwhile are not awaited
         stream.started = True
         stream.offset = chunk.next
-        stream.ended = chunk.next >= chunk.size
+        stream.at_end = chunk.next >= chunk.size
         stream.is_final = chunk.is_final
-        self._newest = max(self._newest, chunk.newest)
-        self._put(stream, _last_lines(chunk.data, self.query.tail or 0) if tail else chunk.data)
+        self._newest_round = max(self._newest_round, chunk.newest)
+        self._put(stream, _last_lines(chunk.data, self.query.tail_lines or 0) if tail else chunk.data)
         return bool(chunk.data)
 
-    def _next_round(self, newest: int) -> bool:
+    def _advance_round(self, newest: int) -> bool:
         """Continue with the next round once this one is read; True if there is one."""
         if self.query.round is not None or self._round is None or newest <= self._round:
             return False
         self._round += 1
         self._node = self.query.node
         for stream in self._streams:
-            stream.offset, stream.ended = 0, False
+            stream.offset, stream.at_end = 0, False
         return True
 
-    def _is_over(self) -> bool:
+    def _log_is_final(self) -> bool:
         """Nothing will be added: every log is final, or, without any log, the job has ended."""
         begun = [stream for stream in self._streams if stream.started]
         if begun:
-            return all(stream.ended and stream.is_final for stream in begun)
-        return self._has_ended()
+            return all(stream.at_end and stream.is_final for stream in begun)
+        return self._job_has_ended()
 
-    def _has_ended(self) -> bool:
+    def _job_has_ended(self) -> bool:
         job = self._retry(lambda: self.client.get(job_path(self.query.job)))
         answer = job.document() if job.code == 200 else {}
         return job.code != 200 or (answer.get("ended_at") is not None and not answer.get("leaving"))
 
     def _retry(self, ask: Callable[[], Reply]) -> Reply:
         """The reply; with follow an outage is waited out. Raises Unreachable."""
-        until, logged = self.clock() + RETRY_S, False
+        until, logged = self.clock() + OUTAGE_TIMEOUT_S, False
         while True:
             try:
                 reply = ask()
@@ -182,9 +182,9 @@ class LogFollower:
                     raise
                 why = str(error)
             if self.clock() >= until:
-                raise Unreachable(f"{why}; gave up after {RETRY_S:.0f} s")
+                raise Unreachable(f"{why}; gave up after {OUTAGE_TIMEOUT_S:.0f} s")
             if not logged:
-                self.log(f"{why}; retrying for {RETRY_S:.0f} s")
+                self.log(f"{why}; retrying for {OUTAGE_TIMEOUT_S:.0f} s")
                 logged = True
             self.sleep(POLL_S)
 

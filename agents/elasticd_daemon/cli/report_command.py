@@ -37,15 +37,15 @@ from elasticd_daemon.cli.tables import table
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.load import DEFAULT_FILE, load
 
-READ_S, BYTES_PER_S = 30.0, 1_000_000
+READ_TIMEOUT_S, MIN_BYTES_PER_S = 30.0, 1_000_000
 """A mount that is slower than this is dead."""
 MAX_DEPTH = 6
 """Directories below the one given in which logs are looked for."""
-ROWS = 10
-_NAME = re.compile(r"(?:events|event-log)\.jsonl(?:[.-]\d+)*(?:\.gz)?")
+MAX_TABLE_ROWS = 10
+_LOG_NAME = re.compile(r"(?:events|event-log)\.jsonl(?:[.-]\d+)*(?:\.gz)?")
 """The usual names, also of logs that were rotated."""
-_UNREADABLE = (OSError, EOFError, zlib.error, DeadlineExceeded)
-_SCALARS = b'"kind": "scalars"'
+_READ_ERRORS = (OSError, EOFError, zlib.error, DeadlineExceeded)
+_SCALARS_MARK = b'"kind": "scalars"'
 """Within a text the quotes would be escaped."""
 
 
@@ -53,16 +53,18 @@ def report(argv: Sequence[str]) -> int:
     """Print the report. Returns 0, or 1 if there was nothing to report. Raises UsageError."""
     options = build_parser().parse_args(argv)
     now = time.time()
-    since = now - _duration(options.since) if options.since else 0.0
+    since = now - _parse_since_s(options.since) if options.since else 0.0
     paths = options.path or [_state_dir(options.config) / "jobs"]
     result = Report(since)
     unread: list[str] = []
-    logs = _logs(paths, since, unread)
+    logs = _find_logs(paths, since, unread)
     for path in logs:
         try:
-            run_within(READ_S + path.stat().st_size / BYTES_PER_S, partial(_read, path, result.feed), str(path))
-        except _UNREADABLE as error:
-            unread.append(_why(path, error))
+            run_within(
+                READ_TIMEOUT_S + path.stat().st_size / MIN_BYTES_PER_S, partial(_feed_log, path, result.feed), str(path)
+            )
+        except _READ_ERRORS as error:
+            unread.append(_describe_error(path, error))
     document = {**result.document(now), "logs": len(logs), "unread": unread}
     for why in unread:
         print(f"elasticd report: not read: {visible(why)}", file=sys.stderr)
@@ -75,7 +77,7 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
-def _duration(text: str) -> float:
+def _parse_since_s(text: str) -> float:
     """Return the seconds of --since. Raises UsageError."""
     try:
         seconds = parse_duration(text)
@@ -94,7 +96,7 @@ def _state_dir(config: Path | None) -> Path:
     return settings.state_dir
 
 
-def _logs(paths: Sequence[Path], since: float, unread: list[str]) -> list[Path]:
+def _find_logs(paths: Sequence[Path], since: float, unread: list[str]) -> list[Path]:
     """The logs in these files and directories that were written to since then, each once, by their first lines."""
     found: dict[tuple[int, int], tuple[float, Path]] = {}
     for given in paths:
@@ -103,23 +105,26 @@ def _logs(paths: Sequence[Path], since: float, unread: list[str]) -> list[Path]:
         except OSError as error:
             what = "give event logs (--event-log), or directories that have some"
             raise UsageError(f"{given} cannot be read: {error.strerror}; {what}") from None
-        for path in _found_in(given, unread):
+        for path in _log_files_below(given, unread):
             try:
                 status = path.stat()
                 if status.st_mtime >= since:
-                    found[status.st_dev, status.st_ino] = run_within(READ_S, partial(_first_wall, path)), path
-            except _UNREADABLE as error:
-                unread.append(_why(path, error))
+                    found[status.st_dev, status.st_ino] = (
+                        run_within(READ_TIMEOUT_S, partial(_first_line_time, path)),
+                        path,
+                    )
+            except _READ_ERRORS as error:
+                unread.append(_describe_error(path, error))
     return [path for _, path in sorted(found.values())]
 
 
-def _why(path: Path, error: Exception) -> str:
+def _describe_error(path: Path, error: Exception) -> str:
     if isinstance(error, DeadlineExceeded):
         return f"{path}: its file system does not answer"
     return f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
-def _found_in(given: Path, unread: list[str], depth: int = 0) -> Iterator[Path]:
+def _log_files_below(given: Path, unread: list[str], depth: int = 0) -> Iterator[Path]:
     """Plain files only: a job's user could put a pipe or a link where its log was."""
     if not given.is_dir():
         yield given
@@ -132,13 +137,13 @@ def _found_in(given: Path, unread: list[str], depth: int = 0) -> Iterator[Path]:
         return
     for entry in listed:
         if entry.is_dir(follow_symlinks=False) and depth < MAX_DEPTH:
-            yield from _found_in(Path(entry.path), unread, depth + 1)
-        elif _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            yield from _log_files_below(Path(entry.path), unread, depth + 1)
+        elif _LOG_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
             yield Path(entry.path)
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _open_log(path: Path) -> Iterator[IO[bytes]]:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -146,13 +151,13 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         yield gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[misc]
 
 
-def _lines(file: IO[bytes]) -> Iterator[LogLine]:
+def _decode_lines(file: IO[bytes]) -> Iterator[LogLine]:
     """Those that make sense: a line may be torn, of another version, or no JSON at all."""
     is_rest = False
     while data := file.readline(MAX_LINE_BYTES + 1):
         is_whole, was_rest = data.endswith(b"\n"), is_rest
         is_rest = not is_whole
-        if was_rest or _SCALARS in data:
+        if was_rest or _SCALARS_MARK in data:
             continue
         try:
             values = bounded_json.loads(data)
@@ -162,26 +167,32 @@ def _lines(file: IO[bytes]) -> Iterator[LogLine]:
             yield line
 
 
-def _first_wall(path: Path) -> float:
+def _first_line_time(path: Path) -> float:
     """Return the time of a log's first line, 0 if it has none."""
-    with _opened(path) as file:
-        return next((line.wall for line in _lines(file)), 0.0)
+    with _open_log(path) as file:
+        return next((line.wall for line in _decode_lines(file)), 0.0)
 
 
-def _read(path: Path, feed: Callable[[LogLine], None]) -> None:
+def _feed_log(path: Path, feed: Callable[[LogLine], None]) -> None:
     """Read a log to its end."""
-    with _opened(path) as file:
-        for line in _lines(file):
+    with _open_log(path) as file:
+        for line in _decode_lines(file):
             feed(line)
 
 
 def page(document: Mapping[str, Any]) -> str:
     """One page of text."""
-    parts = [_head(document), _causes(document), _nodes(document), _ranks(document), _jobs(document)]
+    parts = [
+        _goodput_part(document),
+        _cause_table(document),
+        _node_table(document),
+        _rank_table(document),
+        _job_table(document),
+    ]
     return "\n".join(filter(None, parts))
 
 
-def _head(document: Mapping[str, Any]) -> str:
+def _goodput_part(document: Mapping[str, Any]) -> str:
     """The first part of the page: what was read, and the goodput."""
     jobs, nodes = len(document["jobs"]), len({node for job in document["jobs"] for node in job["nodes"]})
     spent = document["worker_seconds"]
@@ -204,7 +215,7 @@ def _head(document: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _causes(document: Mapping[str, Any]) -> str:
+def _cause_table(document: Mapping[str, Any]) -> str:
     """The table of faults by cause."""
     lost_s = document["lost_seconds"] or 1.0
     rows = [
@@ -215,34 +226,34 @@ def _causes(document: Mapping[str, Any]) -> str:
         )
         for one in document["causes"]
     ]  # fmt: skip
-    return _section(("CAUSE", "FAULTS", "LOST h", "SHARE", "MEDIAN RECOVERY"), rows) or "no fault\n"
+    return _limited_table(("CAUSE", "FAULTS", "LOST h", "SHARE", "MEDIAN RECOVERY"), rows) or "no fault\n"
 
 
-def _nodes(document: Mapping[str, Any]) -> str:
+def _node_table(document: Mapping[str, Any]) -> str:
     """The table of nodes, with the faults that each of them caused."""
     rows = [
         (
             visible(one["node"]), _hours(one["worker_seconds"]), _percent(one["goodput"]),
-            f"{one['faults_of_it']:,}", _hours(one["cost_seconds"]), _list(one["causes"]),
+            f"{one['faults_of_it']:,}", _hours(one["cost_seconds"]), _cause_counts(one["causes"]),
         )
         for one in document["nodes"]
     ]  # fmt: skip
-    return _section(("NODE", "WORKER h", "GOODPUT", "FAULTS", "COST h", "CAUSES"), rows)
+    return _limited_table(("NODE", "WORKER h", "GOODPUT", "FAULTS", "COST h", "CAUSES"), rows)
 
 
-def _ranks(document: Mapping[str, Any]) -> str:
+def _rank_table(document: Mapping[str, Any]) -> str:
     """The table of ranks that were at fault."""
     rows = [
         (
             str(one["rank"]), visible(one["job"]), visible(one["node"]), f"{one['faults_of_it']:,}",
-            _hours(one["cost_seconds"]), _list(one["causes"]),
+            _hours(one["cost_seconds"]), _cause_counts(one["causes"]),
         )
         for one in document["ranks"]
     ]  # fmt: skip
-    return _section(("RANK", "JOB", "NODE", "FAULTS", "COST h", "CAUSES"), rows)
+    return _limited_table(("RANK", "JOB", "NODE", "FAULTS", "COST h", "CAUSES"), rows)
 
 
-def _jobs(document: Mapping[str, Any]) -> str:
+def _job_table(document: Mapping[str, Any]) -> str:
     """The table of jobs."""
     rows = [
         (
@@ -252,18 +263,18 @@ def _jobs(document: Mapping[str, Any]) -> str:
         )
         for one in document["jobs"]
     ]  # fmt: skip
-    return _section(("JOB", "NODES", "WORKER h", "GOODPUT", "FAULTS", "LOST h", "END"), rows)
+    return _limited_table(("JOB", "NODES", "WORKER h", "GOODPUT", "FAULTS", "LOST h", "END"), rows)
 
 
-def _section(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of at most ROWS rows, and how many are left out; "" without rows."""
+def _limited_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of at most MAX_TABLE_ROWS rows, and how many are left out; "" without rows."""
     if not rows:
         return ""
-    more = len(rows) - ROWS
-    return table(heads, rows[:ROWS]) + (f"and {more:,} more: elasticd report --json\n" if more > 0 else "")
+    more = len(rows) - MAX_TABLE_ROWS
+    return table(heads, rows[:MAX_TABLE_ROWS]) + (f"and {more:,} more: elasticd report --json\n" if more > 0 else "")
 
 
-def _list(causes: Mapping[str, int]) -> str:
+def _cause_counts(causes: Mapping[str, int]) -> str:
     return ", ".join(f"{visible(cause)} {number}" for cause, number in sorted(causes.items())) or "-"
 
 

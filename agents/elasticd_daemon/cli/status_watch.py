@@ -19,7 +19,7 @@ from elasticd_daemon.api.client import AgentClient, RequestFailed, Unreachable, 
 from elasticd_daemon.api.schema import Answer, JobStatus
 from elasticd_daemon.cli import tables
 
-TOP_JOBS = 32
+MAX_DETAILED_JOBS = 32
 """Running jobs whose steps, rates and problems are shown: each costs a request."""
 _STYLES = {
     r"\bstopped\b|\bdead\b|\bstalled\b|\bfailed\b|\blost\b|\boffline\b|\bquarantined\b": "bold red",
@@ -74,7 +74,7 @@ def fetch_overview(client: AgentClient) -> Answer:
     overview = fetch_status(client, None)
     running = [row["job"] for row in overview["jobs"] if row.get("state") in ("running", "starting", "leaving")]
     overview["status"] = {}
-    for name in running[:TOP_JOBS]:
+    for name in running[:MAX_DETAILED_JOBS]:
         with contextlib.suppress(RequestFailed, Unreachable):  # it has ended, or its nodes do not answer
             overview["status"][name] = fetch_status(client, name)
     return overview

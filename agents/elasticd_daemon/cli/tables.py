@@ -31,10 +31,10 @@ SHOWN_RANKS = 64
 SHOWN_ROUNDS = 20
 """The rounds that are shown: the newest; --json has up to a hundred."""
 SHOWN_PROBLEMS = 20
-RECENT_S = 3600.0
-FAILING = ("lost", "offline", "quarantined")
+RECENT_FAILURE_S = 3600.0
+FAILING_NODE_STATES = ("lost", "offline", "quarantined")
 """States of a node that nobody asked for."""
-_NAME = 11
+_NAME_COLUMN_WIDTH = 11
 
 
 def jobs(rows: Sequence[JobSummary]) -> str:
@@ -78,7 +78,7 @@ def queue(rows: Sequence[JobSummary]) -> str:
     return table(("PLACE", "JOB", "PRIORITY", "BY", "USES", "AGE", "REASON"), cells)
 
 
-def cancelled(answer: Mapping[str, Any]) -> str:
+def cancel_line(answer: Mapping[str, Any]) -> str:
     """The line that says what was ended, and where its workers are still being stopped."""
     leaving = answer.get("leaving")
     stopping = f"; its workers on {_names(leaving)} are being stopped" if leaving else ""
@@ -127,14 +127,14 @@ def job_page(job: JobStatus) -> str:
     known = [] if job.progress is None else job_facts(job)
     rows = [
         ("reason", visible(job.reason)),
-        *_where(job),
+        *_node_rows(job),
         *((visible(name.lower()), visible(", ".join(filter(None, [value, more])))) for name, value, more in known),
         ("requested", _requested(job)),
         ("submitted", _submitted(job)),
     ]
     lines = [f"{visible(job.job)}: {_state(job)}"]
-    lines += [f"  {name:<{_NAME}} {value}" for name, value in rows if value]
-    page = problem_line(job) + "\n".join(lines) + "\n" + _ranks(progress)
+    lines += [f"  {name:<{_NAME_COLUMN_WIDTH}} {value}" for name, value in rows if value]
+    page = problem_line(job) + "\n".join(lines) + "\n" + _rank_table(progress)
     if progress.rounds:
         older = len(progress.rounds) - SHOWN_ROUNDS
         cells = [_round_row(row) for row in progress.rounds[-SHOWN_ROUNDS:]]
@@ -143,28 +143,28 @@ def job_page(job: JobStatus) -> str:
     return page
 
 
-def overview(both: Mapping[str, Any], *, ended: bool = False) -> str:
+def overview(answer: Mapping[str, Any], *, ended: bool = False) -> str:
     """Problems, the running jobs, all nodes, the pending jobs and, if asked for, the `ended` ones. Raises
     WireError.
     """
-    listed = [JobSummary.from_dict(row) for row in both["jobs"]]
-    ready = [NodeSummary.from_dict(row) for row in both["nodes"]]
-    running = [JobStatus.from_dict(answer) for answer in both["status"].values()]
-    others = [row for row in listed if row.job not in both["status"] and (ended or not row.ended)]
+    listed = [JobSummary.from_dict(row) for row in answer["jobs"]]
+    ready = [NodeSummary.from_dict(row) for row in answer["nodes"]]
+    running = [JobStatus.from_dict(status) for status in answer["status"].values()]
+    others = [row for row in listed if row.job not in answer["status"] and (ended or not row.ended)]
     pending = sum(1 for row in listed if row.place is not None)
     used, slots = sum(row.used for row in ready), sum(row.slots for row in ready)
     head = f"{count(len(running), 'job')} running, {pending} pending; {used} of {count(slots, 'slot')} in use\n"
-    tables = [_running(running), nodes(ready, running), *([jobs(others)] if others else [])]
-    return wrong(listed, ready, running) + head + "\n" + "\n".join(tables)
+    tables = [_running_table(running), nodes(ready, running), *([jobs(others)] if others else [])]
+    return problem_lines(listed, ready, running) + head + "\n" + "\n".join(tables)
 
 
-def wrong(listed: Sequence[JobSummary], ready: Sequence[NodeSummary], running: Sequence[JobStatus]) -> str:
+def problem_lines(listed: Sequence[JobSummary], ready: Sequence[NodeSummary], running: Sequence[JobStatus]) -> str:
     """A line for each problem of a running job, for each node that fails, and for each job that failed in the last
     hour; "" if there is none.
     """
     lines = [f"{job.job}: {line}" for job in running if (line := problem_line(job, "").rstrip())]
-    lines += [f"{row.node}: {with_reason(row.state, row.reason)}" for row in ready if row.state in FAILING]
-    recent = [row for row in listed if row.state == "failed" and (row.ended_seconds or 0) < RECENT_S]
+    lines += [f"{row.node}: {with_reason(row.state, row.reason)}" for row in ready if row.state in FAILING_NODE_STATES]
+    recent = [row for row in listed if row.state == "failed" and (row.ended_seconds or 0) < RECENT_FAILURE_S]
     for row in sorted(recent, key=lambda row: row.ended_seconds or 0):
         lines.append(f"{row.job}: {with_reason(f'failed {_age(row.ended_seconds)} ago', row.reason)}")
     more = len(lines) - SHOWN_PROBLEMS
@@ -172,7 +172,7 @@ def wrong(listed: Sequence[JobSummary], ready: Sequence[NodeSummary], running: S
     return "".join(shown) + (f"elasticd: and {count(more, 'more problem')}\n" if more > 0 else "")
 
 
-def _running(rows: Sequence[JobStatus]) -> str:
+def _running_table(rows: Sequence[JobStatus]) -> str:
     """The table of running jobs with their progress."""
     if not rows:
         return "no job runs\n"
@@ -235,7 +235,7 @@ def _state(job: JobStatus) -> str:
     return f"{state}, {_age(job.ended_seconds)} ago, with exit code {job.exit_code}{leaving}"
 
 
-def _where(job: JobStatus) -> list[tuple[str, str]]:
+def _node_rows(job: JobStatus) -> list[tuple[str, str]]:
     """The rows that say on which nodes and slots a job runs."""
     if not job.assignments:
         return [("nodes", _names(job.nodes) if job.nodes else "")]
@@ -265,17 +265,17 @@ def _submitted(job: JobStatus) -> str:
     if job.submitted_at is None:
         return ""
     by = f" by {visible(job.submitted_by)}" if job.submitted_by else ""
-    return f"{_moment(job.submitted_at)}{by}, {_age(job.age_seconds)} ago, as number {job.number}"
+    return f"{_local_time(job.submitted_at)}{by}, {_age(job.age_seconds)} ago, as number {job.number}"
 
 
 def _round_row(one: RoundStatus) -> tuple[str, ...]:
     """The cells of one round."""
     size = str(one.world_size) if one.world_size else "-"
     reason = ", ".join(filter(None, [one.reason, *one.origins]))
-    return str(one.round), _moment(one.at), size, _names(one.nodes), _lost(one), visible(reason)
+    return str(one.round), _local_time(one.at), size, _names(one.nodes), _lost_cell(one), visible(reason)
 
 
-def _lost(one: RoundStatus) -> str:
+def _lost_cell(one: RoundStatus) -> str:
     """The time until its first step, and how many steps were trained again."""
     if one.lost_seconds is None:
         return "-"
@@ -283,7 +283,7 @@ def _lost(one: RoundStatus) -> str:
     return f"{one.lost_seconds:.1f}s{steps}"
 
 
-def _ranks(progress: JobProgress) -> str:
+def _rank_table(progress: JobProgress) -> str:
     """The table of ranks, those with the oldest progress first where not all are shown."""
     rows = progress.ranks
     if not rows:
@@ -303,7 +303,7 @@ def _ranks(progress: JobProgress) -> str:
     return "\n" + table(("RANK", "NODE", "PHASE", "STEP", "PROGRESS"), cells) + more
 
 
-def _moment(at: float) -> str:
+def _local_time(at: float) -> str:
     if not 0 < at < 1e11:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(at))

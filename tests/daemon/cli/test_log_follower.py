@@ -85,8 +85,8 @@ def test_long_log_is_printed_once(one: Served) -> None:
     one.log(2, 0, "stderr", "trouble\n")
     assert read(one) == (text.encode(), b"trouble\n")
     assert read(one, round=1) == (b"an older round\n", b"")
-    assert read(one, tail=2) == (b"line 199998\nline 199999\n", b"trouble\n")
-    assert read(one, tail=0) == (b"", b"")
+    assert read(one, tail_lines=2) == (b"line 199998\nline 199999\n", b"trouble\n")
+    assert read(one, tail_lines=0) == (b"", b"")
     assert read(one, streams=("stderr",)) == (b"", b"trouble\n")
 
 
@@ -216,7 +216,7 @@ def test_outage_while_following_is_logged_once_and_bounded(
     one.log(1, 0, "stdout", "two\n")
     one.store.is_down = False
     until(lambda: reading.out.getvalue() == b"one\ntwo\n", 30)
-    monkeypatch.setattr(following, "RETRY_S", 0.1)  # of what is asked from now on
+    monkeypatch.setattr(following, "OUTAGE_TIMEOUT_S", 0.1)  # of what is asked from now on
     waits = reading.waits
     until(lambda: reading.waits > waits + 1, 30)
     assert len(reading.answers) == 1

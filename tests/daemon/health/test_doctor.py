@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_daemon.cli.doctor import agent_is_root, check_links
+from elasticd_daemon.cli.doctor import agent_is_root, check_link_protection
 from tests.daemon.health.conftest import Node
 
 
@@ -70,7 +70,7 @@ def test_link_protection(tmp_path: Path, value: str | None, root: bool, outcome:
     if value is not None:
         for name in ("protected_hardlinks", "protected_symlinks"):
             (tmp_path / name).write_text(f"{value}\n")
-    assert [one.outcome for one in check_links(root, tmp_path)] == [outcome] * 2
+    assert [one.outcome for one in check_link_protection(root, tmp_path)] == [outcome] * 2
 
 
 def test_agent_of_another_user_than_the_operators(tmp_path: Path) -> None:
