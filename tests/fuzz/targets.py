@@ -332,7 +332,7 @@ def targets() -> Iterator[dict[str, Target]]:
             "beats": Target(beats, [beat.read_bytes()], (WireError,)),
             "events": Target(_events, [json.dumps(EVENT).encode()], (ValueError, RecursionError)),
             "http": Target(http, REQUESTS, (OSError,)),
-            "ras": Target(ras.parse, _ras_answers(), ()),
+            "ras": Target(ras.parse_differences, _ras_answers(), ()),
             "recordings": Target(_recording, [json.dumps(RECORDING).encode()], (ValueError, RecursionError)),
         }
 

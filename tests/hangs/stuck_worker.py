@@ -61,7 +61,7 @@ def published(final: Path) -> dict[int, RankEvidence]:
 
 def functions(rank: RankEvidence) -> set[str]:
     """The functions in all of its stacks."""
-    return {frame.name for thread in rank.threads for frame in thread.frames}
+    return {frame.bare_name for thread in rank.threads for frame in thread.frames}
 
 
 class MakeEvidence(Protocol):

@@ -286,7 +286,7 @@ def test_sequence_of_recorder_status(name: str, kind: Kind) -> None:
             each.on_heartbeat(Heartbeat(step=step, groups=counts, alive_ticks=10 * second + 1), 1.0, float(second))
             facts = {"where": "elsewhere", "state": "S", "window_s": 3.0, "alone": True} | (case.facts or FULL_QUEUE)
             facts |= {"quiet_s": min(facts.get("quiet_s", each.idle_s), each.idle_s), "moved_s": each.idle_s}
-            seen = {"nccl_groups": each.groups, "device_s": each.device_s, "idle_s": each.idle_s, "alive_s": 0.1}
+            seen = {"nccl_groups": each.nccl_groups, "device_s": each.device_s, "idle_s": each.idle_s, "alive_s": 0.1}
             collectives = next(iter(groups[number].values()))[0]
             ranks.append(RankReport(number, number, "step", step, collectives, 4, timeout_s=600.0, **seen | facts))
         report = HangReport(1, "n0", tuple(ranks), deadline_s=3.0, gathered=True, turn=second)

@@ -30,17 +30,17 @@ class FakePeers:
     reports: list[HangReport | None] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
-    def gather(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
+    def start_gathering(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
         self.gathered.append(number)
         return True
 
-    def write(self, number: int, name: str, text: str, final: Path) -> None:
+    def write_later(self, number: int, name: str, text: str, final: Path) -> None:
         self.written.append(name)
 
     def directory_for(self, final: Path) -> Path:
         return final
 
-    def discard(self) -> None:
+    def discard_current(self) -> None:
         self.dropped += 1
 
     def close(self) -> None:

@@ -84,11 +84,11 @@ def test_evidence_of_every_rank(
     busy, stopped = worker(SPINS, state="R"), worker(SLEEPS)
     os.kill(stopped, signal.SIGSTOP)
     until(lambda: procfs.state(stopped) == "T", 20)
-    assert evidence.gather(
+    assert evidence.start_gathering(
         3, [EvidenceTarget(0, busy, (log,)), EvidenceTarget(1, stopped)], final, "nobody has made progress"
     )
     found = posted.get(timeout=30)
-    assert (found.round, found.path, found.trouble) == (3, final, "")
+    assert (found.round, found.directory, found.trouble) == (3, final, "")
     first, second = ranks(found)[0], ranks(found)[1]
     assert (first.state, first.where, first.source, first.trouble) == ("R", "elsewhere", "py-spy", "")
     assert (second.state, second.where, second.source, second.trouble) == ("T", "elsewhere", "py-spy", "")
@@ -108,7 +108,9 @@ def test_evidence_of_every_rank(
 def test_stacks_by_py_spy(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
     """Of who holds the GIL in C for ever, and of who waits for its own lock; of children, behind their parent's."""
     pids = [worker(HOLDS_THE_GIL), worker(DEAD_LOCK), worker(HAS_A_CHILD)]
-    assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
+    assert evidence.start_gathering(
+        1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", ""
+    )
     found = posted.get(timeout=30)
     assert [rank.function.partition(" ")[2] for rank in found.ranks] == ["call_into_c", "wait_for_oneself", "<module>"]
     assert [rank.source for rank in found.ranks] == ["py-spy"] * 3
@@ -121,7 +123,7 @@ def test_workers_are_not_stopped(
     """A process that has a tracer cannot get another one: who would stop its threads to read them gets nothing here."""
     pid = worker(f"{ALLOW}\n{SPINS}", state="R")
     with Tracer(pid):
-        assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+        assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
         (rank,) = posted.get(timeout=30).ranks
     assert (rank.source, rank.function.partition(" ")[2]) == ("py-spy", "turn_round")
 
@@ -132,7 +134,7 @@ def test_stacks_by_faulthandler_without_py_spy(
     file = tmp_path / "stacks"
     asked, silent = worker(CATCHES + SLEEPS, str(file)), worker(SLEEPS)
     evidence = takes(spy="")
-    assert evidence.gather(
+    assert evidence.start_gathering(
         1, [EvidenceTarget(0, asked, stacks=file), EvidenceTarget(1, silent, stacks=file)], tmp_path / "log", ""
     )
     first, second = posted.get(timeout=30).ranks
@@ -152,7 +154,7 @@ def test_digest_does_not_depend_on_source(
     pid, stacks = worker(CATCHES + SLEEPS, str(file)), []
     for spy in (None, ""):
         evidence = takes(spy=spy)
-        assert evidence.gather(1, [EvidenceTarget(0, pid, stacks=file)], tmp_path / "log", "")
+        assert evidence.start_gathering(1, [EvidenceTarget(0, pid, stacks=file)], tmp_path / "log", "")
         stacks.append(posted.get(timeout=30).ranks[0])
         evidence.close()
     assert [one.source for one in stacks] == ["py-spy", "faulthandler"]
@@ -165,7 +167,7 @@ def test_ended_rank_does_not_affect_others(
     pid, zombie = worker(SLEEPS), worker(SLEEPS)
     os.kill(zombie, signal.SIGKILL)
     until(lambda: procfs.state(zombie) == "Z", 20)
-    assert evidence.gather(
+    assert evidence.start_gathering(
         1, [EvidenceTarget(0, zombie), EvidenceTarget(1, pid), EvidenceTarget(2, 0)], tmp_path / "log", ""
     )
     found = posted.get(timeout=30)
@@ -178,7 +180,7 @@ def test_zombie_with_living_thread_has_stacks(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pid = worker(LEAVES_A_THREAD, state="Z")
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     (rank,) = posted.get(timeout=30).ranks
     assert (rank.state, rank.source, rank.function) == ("Z", "py-spy", "<string>:8 end")
     assert "other" in functions(published(tmp_path / "log")[0])
@@ -188,11 +190,11 @@ def test_older_stacks_of_ended_process_are_kept(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, until: Until
 ) -> None:
     pid, final = worker(SLEEPS), tmp_path / "log"
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], final, "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], final, "")
     posted.get(timeout=30)
     os.kill(pid, signal.SIGKILL)
     until(lambda: procfs.state(pid) == "Z", 20)
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], final, "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], final, "")
     assert posted.get(timeout=30).ranks[0].source == ""
     (rank,) = published(final).values()
     assert (rank.state, rank.source, "wait_for_nothing" in functions(rank)) == ("Z", "py-spy", True)
@@ -202,7 +204,7 @@ def test_name_that_is_no_utf8(worker: StartWorker, evidence: EvidenceCollector, 
     """Of an open file, for instance: it costs its own letters, and not the evidence."""
     path = os.fsencode(tmp_path) + b"/\xff.bin"
     pid = worker(f"import os; os.open({path!r}, os.O_CREAT)\n{SLEEPS}")
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     assert posted.get(timeout=30).ranks[0].source == "py-spy"
     assert f"{tmp_path}/?.bin" in published(tmp_path / "log")[0].proc["fds"].values()
 
@@ -213,7 +215,7 @@ def test_log_that_is_a_pipe_is_skipped(
     pipe, log = tmp_path / "stdout", tmp_path / "stderr"
     os.mkfifo(pipe)
     log.write_bytes(b"last words\n" + b"\xff" * 9000 + b"\n")
-    assert evidence.gather(1, [EvidenceTarget(0, worker(SLEEPS), (pipe, log))], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, worker(SLEEPS), (pipe, log))], tmp_path / "log", "")
     assert posted.get(timeout=30).trouble == ""
     lines = published(tmp_path / "log")[0].log
     assert "no plain file" in lines[1]
@@ -228,10 +230,10 @@ def test_thread_start_failure_is_retried(
     asked = 1, [EvidenceTarget(0, worker(SLEEPS))], tmp_path / "log", ""
     before = threading.stack_size(1 << 46)
     try:
-        assert not evidence.gather(*asked)
+        assert not evidence.start_gathering(*asked)
     finally:
         threading.stack_size(before)
-    assert evidence.gather(*asked)
+    assert evidence.start_gathering(*asked)
     assert posted.get(timeout=30).ranks[0].source == "py-spy"
 
 
@@ -239,8 +241,8 @@ def test_one_gathering_at_a_time(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     targets = [EvidenceTarget(0, worker(SLEEPS))]
-    assert evidence.gather(1, targets, tmp_path / "log", "")
-    assert not evidence.gather(1, targets, tmp_path / "log", "")
+    assert evidence.start_gathering(1, targets, tmp_path / "log", "")
+    assert not evidence.start_gathering(1, targets, tmp_path / "log", "")
     posted.get(timeout=30)
-    assert evidence.gather(1, targets, tmp_path / "log", "")
+    assert evidence.start_gathering(1, targets, tmp_path / "log", "")
     posted.get(timeout=30)

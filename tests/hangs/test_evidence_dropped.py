@@ -16,15 +16,15 @@ def test_discard_keeps_complete_evidence(
 ) -> None:
     pid = worker(SLEEPS)
     final, targets = tmp_path / "round-3" / "evidence", [EvidenceTarget(0, pid)]
-    assert evidence.gather(3, targets, final, "quiet")
+    assert evidence.start_gathering(3, targets, final, "quiet")
     assert posted.get(timeout=20).ranks[0].source
     before = {path.name: path.stat().st_mtime_ns for path in final.iterdir()}
-    assert evidence.gather(3, targets, final, "still quiet")
-    evidence.discard()
+    assert evidence.start_gathering(3, targets, final, "still quiet")
+    evidence.discard_current()
     os.kill(pid, signal.SIGKILL)
     assert posted.get(timeout=20).trouble == ""
     assert {path.name: path.stat().st_mtime_ns for path in final.iterdir()} == before
-    assert evidence.gather(3, [], final, "nothing is left to drop"), "and the next one is not"
+    assert evidence.start_gathering(3, [], final, "nothing is left to drop"), "and the next one is not"
     posted.get(timeout=20)
 
 
@@ -32,8 +32,8 @@ def test_discard_without_gathering(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pid = worker(SLEEPS)
-    evidence.discard()
-    assert evidence.gather(3, [EvidenceTarget(0, pid)], tmp_path / "evidence", "quiet")
+    evidence.discard_current()
+    assert evidence.start_gathering(3, [EvidenceTarget(0, pid)], tmp_path / "evidence", "quiet")
     assert posted.get(timeout=20).ranks[0].source, "a drop is of what is being taken, not of what comes"
 
 
@@ -42,7 +42,9 @@ def test_close_during_gathering_is_no_trouble(
 ) -> None:
     """As when a job ends while one of its nodes was about to be suspicious."""
     evidence = takes(job="job", temporary=tmp_path)
-    assert evidence.gather(3, [EvidenceTarget(0, worker(SLEEPS))], tmp_path / "log" / "round-3" / "evidence", "quiet")
+    assert evidence.start_gathering(
+        3, [EvidenceTarget(0, worker(SLEEPS))], tmp_path / "log" / "round-3" / "evidence", "quiet"
+    )
     evidence.close()
     assert posted.get(timeout=20).trouble == ""
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("elasticd-evidence")] == []

@@ -89,14 +89,14 @@ def test_ranks_that_are_all_stopped_do_not_grow_older(watch: GroupObserver, writ
     """A scheduler resumes them: what they waited for then is as old as before. Nor does their GIL."""
     writer.step(1)
     writer.tick(3, 0)
-    watch.state = lambda pid: "S"
+    watch.read_state = lambda pid: "S"
     before = [watch.observe(at).ranks[0] for at in (100.0, 101.0)][-1]
-    watch.state = lambda pid: "T"
+    watch.read_state = lambda pid: "T"
     stopped = [watch.observe(102.0 + at).ranks[0] for at in range(31)][-1]
     assert stopped.stopped_s == 30.0
     assert stopped.idle_s == before.idle_s
     assert stopped.alive_s <= before.alive_s
-    watch.state = lambda pid: "S"
+    watch.read_state = lambda pid: "S"
     assert watch.observe(133.0).ranks[0].idle_s == before.idle_s + 1.0
 
 
@@ -110,10 +110,10 @@ def test_little_that_shows_a_wait_for_others(
 ) -> None:
     """A pool of threads asks a server, a child follows the other: the rank is not idle."""
     writer.step(1)
-    watch.usage = lambda known, port: dict.fromkeys(known, TreeUsage(0.0, 0, pids=frozenset({1})))
+    watch.read_usage = lambda known, port: dict.fromkeys(known, TreeUsage(0.0, 0, pids=frozenset({1})))
     assert [watch.observe(100.0 + at).ranks[0] for at in range(10)][-1].quiet_s > 5
     after = TreeUsage(0.0, 0, tcp_moved_bytes=moved, pids=frozenset({1, *pids}))
-    watch.usage = lambda known, port: dict.fromkeys(known, after)
+    watch.read_usage = lambda known, port: dict.fromkeys(known, after)
     seen = [watch.observe(110.0 + at).ranks[0] for at in range(10)]
     assert (min(one.quiet_s for one in seen) < 1) == busy
     assert (min(one.sockets_s for one in seen) < 1) == moves
@@ -124,13 +124,13 @@ def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter
     """A flight recorder is written in the middle of two samples; the answer comes when it is all there."""
     written = [0, 100, 500_000, 900_000, 900_100, 905_000, 906_000]
     answered = [0, 0, 0, 1, 1, 1, 1]
-    watch.usage = lambda pids, port: dict.fromkeys(pids, TreeUsage(0.0, written[0]))
+    watch.read_usage = lambda pids, port: dict.fromkeys(pids, TreeUsage(0.0, written[0]))
     watch.set_processes([42], 0)
-    watch.state = lambda pid: "S"
+    watch.read_state = lambda pid: "S"
     watch.observe(100.0)
     found = []
     for number, answer in enumerate(answered):
-        watch.usage = lambda pids, port, number=number: dict.fromkeys(pids, TreeUsage(0.0, written[number]))
+        watch.read_usage = lambda pids, port, number=number: dict.fromkeys(pids, TreeUsage(0.0, written[number]))
         writer.dump_done = answer
         found.append(watch.observe(101.0 + number / 2).ranks[0].io_bytes)
     assert found == [0, 100, 500_000, 100, 200, 5100, 6100]
@@ -139,9 +139,9 @@ def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter
 @pytest.mark.parametrize(("throttled_s", "busy"), [(0.4, True), (0.1, False)], ids=["a quota", "hardly a quota"])
 def test_time_under_a_quota_is_work(watch: GroupObserver, throttled_s: float, busy: bool) -> None:
     """In each half second the control group is stopped for so long, and the rank uses next to nothing."""
-    watch.state = lambda pid: "S"
+    watch.read_state = lambda pid: "S"
     for look in range(8):
-        watch.usage = lambda pids, port, look=look: dict.fromkeys(
+        watch.read_usage = lambda pids, port, look=look: dict.fromkeys(
             pids, TreeUsage(0.001 * look, 0, throttled_s=throttled_s * look)
         )
         (rank,) = watch.observe(100.0 + look / 2).ranks
@@ -157,12 +157,12 @@ def test_child_that_trains_is_observed(watch: GroupObserver, tmp_path: Path) -> 
     shell = subprocess.Popen(["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", train], start_new_session=True)
     try:
         watch.set_processes([shell.pid], 0)
-        until(lambda: watch.observe(time.monotonic()).pids != (shell.pid,), "the child to be found")
-        (child,) = watch.observe(time.monotonic()).pids
+        until(lambda: watch.observe(time.monotonic()).training_pids != (shell.pid,), "the child to be found")
+        (child,) = watch.observe(time.monotonic()).training_pids
         os.kill(child, signal.SIGSTOP)
         until(lambda: watch.observe(time.monotonic()).ranks[0].stopped_s > 0, "the child to be seen stopped")
         os.kill(child, signal.SIGKILL)
-        until(lambda: watch.observe(time.monotonic()).pids == (shell.pid,), "the child to be gone")
+        until(lambda: watch.observe(time.monotonic()).training_pids == (shell.pid,), "the child to be gone")
     finally:
         os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()

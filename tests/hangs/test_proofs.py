@@ -160,7 +160,7 @@ def test_deviation_from_the_usual_order(last: list[str], expected: str) -> None:
 
 def test_first_use_of_a_group_is_no_deviation() -> None:
     usual = recorded(*["broadcast", "all_reduce", "barrier"] * 10)
-    first = replace(usual, order=(*usual.order, (G, "all_reduce"), *usual.order[:2]))
+    first = replace(usual, issue_order=(*usual.issue_order, (G, "all_reduce"), *usual.issue_order[:2]))
     assert first.deviation() == ""
 
 

@@ -145,7 +145,7 @@ def test_ranks_of_groups_in_the_dump_of_nccl() -> None:
 
     def in_job(pg_config: object) -> list[str]:
         found = parse({"version": "2.10", "comm_lib_version": "2.29", "entries": [], "pg_config": pg_config})
-        return sorted(found.in_job)
+        return sorted(found.groups_in_job)
 
     assert in_job(config(g0="[0, 1, 2]", g1="[0, 2]", engine="[]")) == ["default group", "group 1"]
     assert in_job(config(g0="[]", g1="[0, 2]", engine="[0, 1]")) == []

@@ -91,6 +91,6 @@ def test_window_counts_every_rank() -> None:
 def test_new_group_begins_new_window() -> None:
     counter = WaitCounter()
     counter.update(observation(1.0, (0, 0)))
-    counter.begin()
+    counter.group_started()
     assert counter.update(observation(1.0 + WINDOW_S, (600, 60))) is None
     assert counter.update(observation(1.0 + 2 * WINDOW_S, (1200, 120))) == ((4, 600, 60),)

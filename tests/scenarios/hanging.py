@@ -27,7 +27,7 @@ class FakeEvidence:
     now: Callable[[], float]
     gathered: int = 0
 
-    def gather(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
+    def start_gathering(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
         self.gathered += 1
         where: Where = "collective" if self.node.stuck in ("", "collective") else "elsewhere"
         at = "all_reduce (ddp.py:12)" if where == "collective" else "next_batch (data.py:88)"
@@ -42,10 +42,10 @@ class FakeEvidence:
         if self.node.suspicion is not None and not (self.node.dead or self.node.frozen):
             self.node.suspicion.evidence_gathered(found, self.now())
 
-    def discard(self) -> None:
+    def discard_current(self) -> None:
         pass
 
-    def write(self, number: int, name: str, text: str, final: Path) -> None:
+    def write_later(self, number: int, name: str, text: str, final: Path) -> None:
         pass
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ class StepHistory:
         """The training that a restart would repeat, as far as this node knows; -1: the script saves by itself."""
         if self._saved_at is None:
             return -1.0
-        return 0.0 if self._donors else max(0.0, (seen.progress_at or self._saved_at) - self._saved_at)
+        return 0.0 if self._donors else max(0.0, (seen.last_progress_at or self._saved_at) - self._saved_at)
 
     def _record(self, seen: Observation) -> None:
         now = seen.observed_s

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elasticd_agent.hangs.causes import DUMP_REASON
-from elasticd_agent.hangs.collector.request import VERDICT
+from elasticd_agent.hangs.collector.request import VERDICT_FILE
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.hangs.verdict import describe_likely_culprit, reason_to_suspect
@@ -99,7 +99,7 @@ class HangDetector:
     def group_ended(self) -> None:
         """The group has ended."""
         if self._gathered is not None:
-            self.evidence.discard()  # evidence of processes that are being ended is misleading
+            self.evidence.discard_current()  # evidence of processes that are being ended is misleading
         if self._reporting_since is not None:
             self.publish(None)
         if self._reporting_since is not None and self._targets:
@@ -126,8 +126,10 @@ class HangDetector:
         """Take one observation, and what has been learned of the job: gather evidence and report as is due."""
         if seen.round != self._round or not (self._targets or self._starting):
             return
-        if seen.pids:
-            self._targets = [replace(target, pid=pid) for target, pid in zip(self._targets, seen.pids, strict=True)]
+        if seen.training_pids:
+            self._targets = [
+                replace(target, pid=pid) for target, pid in zip(self._targets, seen.training_pids, strict=True)
+            ]
         report = replace(self._report_of(seen, deadline_s), pause_s=pause_s, restart_s=lost_by_restart_s)
         why = reason_to_suspect(report, self.policy) or ""
         if not why and self._report_requested_round != self._round:
@@ -149,13 +151,13 @@ class HangDetector:
         self._gathering = False
         any_found = any(rank.state or rank.source for rank in found.ranks)
         for reply in self._dump_replies:
-            reply(found.path if any_found else found.trouble or "the workers were ended meanwhile")
+            reply(found.directory if any_found else found.trouble or "the workers were ended meanwhile")
         self._dump_replies.clear()
         if found.round != self._round:
             return
         self._gathered = _keep_earlier_stacks(found, self._gathered)
         missing = not all(rank.source for rank in self._gathered.ranks)
-        if (found.late or found.trouble) and self._gather_count == 0 and missing:
+        if (found.lacked_time or found.trouble) and self._gather_count == 0 and missing:
             self._gather_count = 1  # the helper came too late for some stack, as on a busy machine: once more
             self._next_gather_at = now
             return
@@ -172,7 +174,7 @@ class HangDetector:
         action, hung_s = "restart" if hang.restarts else "report", round(hang.hung_s, 3)
         verdict = RecordedVerdict(hang.round, hang.cause, culprits, hang.why, action, hung_s, time.time(), hang.reports)
         self.last_verdict, self.last_verdict_dir = verdict, self.evidence.directory_for(self._directory)
-        self._write(VERDICT, verdict.to_json().decode() + "\n")
+        self._write(VERDICT_FILE, verdict.to_json().decode() + "\n")
         return self.last_verdict_dir
 
     def dump(self, out: Path | None, reply: DumpReply) -> None:
@@ -243,7 +245,7 @@ class HangDetector:
         )
 
     def _gather(self, why: str, directory: Path) -> bool:
-        self._gathering = self.evidence.gather(self._round, self._targets, directory, why)
+        self._gathering = self.evidence.start_gathering(self._round, self._targets, directory, why)
         return self._gathering
 
     def _publish(self, report: HangReport, now: float) -> None:
@@ -264,7 +266,7 @@ class HangDetector:
         return [max(0.05, limit) for limit in limits if limit > 0]
 
     def _write(self, name: str, text: str) -> None:
-        self.evidence.write(self._round, name, text, self._directory)
+        self.evidence.write_later(self._round, name, text, self._directory)
 
 
 def _keep_earlier_stacks(found: GatheredEvidence, earlier: GatheredEvidence | None) -> GatheredEvidence:

@@ -44,20 +44,20 @@ __all__ = ["EvidenceCollector", "EvidenceTarget", "GatheredEvidence", "RankEvide
 
 GATHER_PART, KILL_PART = 0.8, 0.9
 """A helper gathers for the first part of the budget, and is killed after the second. The rest is for publishing."""
-MOST_TIMES = 8
+MAX_BUDGET_FACTOR = 8
 """A helper needs 3 to 5 s on a machine with 40 processes for each core for what takes 0.2 s elsewhere: after a
 gathering that came too late, the next one has twice the budget, up to this many times. Nothing waits for it longer."""
-PUBLISH_S = 1.0
+MIN_PUBLISH_S = 1.0
 """The least time to publish: a directory is not dead because a busy machine took the whole budget to gather."""
-RETRY_S = 10.0
+PUBLISH_RETRY_TIMEOUT_S = 10.0
 """The time for a second attempt at a directory, for its replacement and for the verdict's files: nothing waits for
 these."""
 CLOSE_S = 3.0
-ORPHAN_S = 5.0
+ORPHAN_GRACE_S = 5.0
 """A helper whose agent was killed ends this long after its deadline."""
 REAP_S = 0.5
 
-_LASTING = ("source", "processes", "log", "groups")
+_KEPT_RANK_FIELDS = ("source", "processes", "log", "groups")
 """Fields of a rank that stay in the record when a later gathering could not take them."""
 
 _log = logging.getLogger("elasticd.evidence")
@@ -67,15 +67,15 @@ _log = logging.getLogger("elasticd.evidence")
 class GatheredEvidence:
     round: int
     ranks: tuple[RankEvidence, ...]
-    path: Path
-    seconds: float
+    directory: Path
+    took_s: float
     trouble: str = ""  #: the missing parts, and why they are missing
-    late: bool = False
+    lacked_time: bool = False
     """There was too little time for the stacks, or the flight recorder, of a process that could have shown them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Gather:
+class _GatherRequest:
     round: int
     targets: tuple[EvidenceTarget, ...]
     final: Path
@@ -84,7 +84,7 @@ class _Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
+class _WriteRequest:
     round: int
     name: str
     text: str
@@ -92,7 +92,7 @@ class _Write:
 
 
 @dataclass(slots=True)
-class _Reported:
+class _HelperReports:
     """A helper's reports so far."""
 
     began: float  #: unix time
@@ -145,16 +145,17 @@ class EvidenceCollector:
         self._node = node or os.uname().nodename
         self._published: dict[Path, NodeEvidence] = {}
         self._fallback_dir = fallback_directory(temporary) / (job or scratch.name)
-        self._requests: queue.SimpleQueue[_Gather | _Write | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_GatherRequest | _WriteRequest | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._helper: HelperProcess | None = None
         self._busy = self._taking = self._publishing = self._dropped = self._closing = self._warned = False
-        self._times = 1
+        self._budget_factor = 1
         self._redirected: dict[Path, Path] = {}
 
-    def gather(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
-        """Begin; the result is posted within the budget (see MOST_TIMES), or PUBLISH_S after it if that was used up.
+    def start_gathering(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
+        """The result is posted within the budget (see MAX_BUDGET_FACTOR), or MIN_PUBLISH_S after it if that was used
+        up.
 
         False if nothing begins: another gathering is under way, or no thread can be started.
         """
@@ -162,21 +163,21 @@ class EvidenceCollector:
             if self._busy or self._closing:
                 return False
             self._busy = True
-        if not self._enqueue(_Gather(number, tuple(targets), final, why, time.monotonic())):
+        if not self._enqueue(_GatherRequest(number, tuple(targets), final, why, time.monotonic())):
             self._busy = False
             return False
         return True
 
-    def write(self, number: int, name: str, text: str, final: Path) -> None:
+    def write_later(self, number: int, name: str, text: str, final: Path) -> None:
         """Put a small file beside the evidence of round `number`, soon."""
         if not self._closing:
-            self._enqueue(_Write(number, name, text, final))
+            self._enqueue(_WriteRequest(number, name, text, final))
 
     def directory_for(self, final: Path) -> Path:
         """`final`, or its replacement after it did not answer."""
         return self._redirected.get(final, final)
 
-    def discard(self) -> None:
+    def discard_current(self) -> None:
         """The processes are about to be ended: drop what is being gathered, keep what was gathered before."""
         with self._lock:
             if self._busy and not self._publishing:
@@ -202,7 +203,7 @@ class EvidenceCollector:
         if self._helper is not None:
             self._helper.kill()
 
-    def _enqueue(self, request: _Gather | _Write) -> bool:
+    def _enqueue(self, request: _GatherRequest | _WriteRequest) -> bool:
         self._requests.put(request)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="elasticd-evidence", daemon=True)
@@ -221,24 +222,24 @@ class EvidenceCollector:
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            if isinstance(request, _Write):
+            if isinstance(request, _WriteRequest):
                 self._publish_anywhere(request.round, request.final, file=(request.name, request.text))
             elif not self._closing:
-                self._take(request)
+                self._handle_gather(request)
 
-    def _take(self, request: _Gather) -> None:
+    def _handle_gather(self, request: _GatherRequest) -> None:
         local = self._scratch / "evidence" / f"{request.round}-{request.final.name}"
-        until = time.monotonic() + self._budget_s * self._times
-        reported = _Reported(time.time())
+        until = time.monotonic() + self._budget_s * self._budget_factor
+        reported = _HelperReports(time.time())
         self._taking, late, published, publishes = True, False, True, False
         try:
-            late = self._gather(request, until, local, reported)
+            late = self._run_gather_helper(request, until, local, reported)
             with self._lock:
                 publishes = self._publishing = not (self._dropped or self._closing)
             evidence = self._compose(request, reported)
             if publishes:
-                record = self._with_earlier(evidence, request.final)
-                disk.write(str(local / record.file_name), record.to_json() + b"\n")
+                record = self._fill_from_earlier(evidence, request.final)
+                disk.write_atomically(str(local / record.file_name), record.to_json() + b"\n")
                 published = self._publish_in_time(request, local, until)
             else:
                 reported.troubles.clear()
@@ -249,7 +250,7 @@ class EvidenceCollector:
             _log.info("evidence of round %d: %s", request.round, "; ".join(reported.troubles))
         late = late or any(rank.late for rank in evidence.ranks)
         late = publishes and (late or any(not rank.source and rank.state in ("R", "S") for rank in evidence.ranks))
-        self._times = min(2 * self._times, MOST_TIMES) if late else self._times
+        self._budget_factor = min(2 * self._budget_factor, MAX_BUDGET_FACTOR) if late else self._budget_factor
         if not published and request.why == DUMP_REASON:
             self._publish_anywhere(request.round, request.final, local)  # the person gets the place that it is in
         path, seconds = self.directory_for(request.final), time.monotonic() - request.began
@@ -260,7 +261,7 @@ class EvidenceCollector:
             self._publish_anywhere(request.round, request.final, local)
         shutil.rmtree(local, ignore_errors=True)
 
-    def _gather(self, request: _Gather, until: float, local: Path, reported: _Reported) -> bool:
+    def _run_gather_helper(self, request: _GatherRequest, until: float, local: Path, reported: _HelperReports) -> bool:
         """Returns whether there was too little time."""
         shutil.rmtree(local, ignore_errors=True)
         local.mkdir(mode=0o700, parents=True)
@@ -273,11 +274,11 @@ class EvidenceCollector:
             find_pynvml_with_driver() if self._nvml is None else self._nvml,
             self._ras,
         )
-        trouble, late = self._help("gather", collect, began + KILL_PART * (until - began), reported.receive)
+        trouble, late = self._run_helper("gather", collect, began + KILL_PART * (until - began), reported.receive)
         reported.troubles += [trouble] if trouble else []
         return late
 
-    def _compose(self, request: _Gather, reported: _Reported) -> NodeEvidence:
+    def _compose(self, request: _GatherRequest, reported: _HelperReports) -> NodeEvidence:
         """The record of this gathering."""
         why = "; ".join(reported.troubles) or "there was no time for its stack"
         ranks = []
@@ -293,23 +294,23 @@ class EvidenceCollector:
             request.round, self._node, request.why, reported.began, tuple(ranks), tuple(reported.gpus), troubles
         )
 
-    def _with_earlier(self, evidence: NodeEvidence, final: Path) -> NodeEvidence:
+    def _fill_from_earlier(self, evidence: NodeEvidence, final: Path) -> NodeEvidence:
         """The record to publish: older stacks are better than none, the worker may have been ended meanwhile."""
         earlier = self._published.get(final)
         older = {rank.rank: rank for rank in earlier.ranks} if earlier is not None else {}
         ranks = []
         for rank in evidence.ranks:
-            missing = [name for name in _LASTING if rank.rank in older and not getattr(rank, name)]
+            missing = [name for name in _KEPT_RANK_FIELDS if rank.rank in older and not getattr(rank, name)]
             ranks.append(replace(rank, **{name: getattr(older[rank.rank], name) for name in missing}))
         record = replace(evidence, ranks=tuple(ranks)).shortened()
         self._published = {final: record}
         return record
 
-    def _publish_in_time(self, request: _Gather, local: Path, until: float) -> bool:
+    def _publish_in_time(self, request: _GatherRequest, local: Path, until: float) -> bool:
         """Before the result is posted. False: not done, and to be tried again."""
         if self.directory_for(request.final) != request.final:
             return False
-        until = max(until, time.monotonic() + PUBLISH_S)
+        until = max(until, time.monotonic() + MIN_PUBLISH_S)
         trouble, late = self._publish(PublishRequest(str(request.final), str(local), rounds=self._kept_rounds), until)
         if trouble and not late:
             self._redirect(request.round, request.final, trouble)
@@ -323,13 +324,13 @@ class EvidenceCollector:
         trouble, place = "", self.directory_for(final)
         if place == final:
             request = PublishRequest(str(place), source, file, self._kept_rounds if local is not None else 0)
-            trouble, _ = self._publish(request, time.monotonic() + RETRY_S)
+            trouble, _ = self._publish(request, time.monotonic() + PUBLISH_RETRY_TIMEOUT_S)
             if not trouble:
                 return
             place = self._redirect(number, final, trouble)
         if place != final:
             request = PublishRequest(str(place), source, file, self._kept_rounds)
-            trouble, _ = self._publish(request, time.monotonic() + RETRY_S)
+            trouble, _ = self._publish(request, time.monotonic() + PUBLISH_RETRY_TIMEOUT_S)
         if trouble and not self._closing:
             lost = file[0] if file is not None else "the evidence"
             _log.warning("%s of round %d is lost: %s cannot be written: %s", lost, number, place, trouble)
@@ -337,7 +338,9 @@ class EvidenceCollector:
     def _publish(self, request: PublishRequest, until: float) -> tuple[str, bool]:
         """Returns what went wrong, and whether that was for lack of time."""
         troubles: list[str] = []
-        trouble, late = self._help("publish", request, until, lambda line: troubles.append(line.get("trouble", "")))
+        trouble, late = self._run_helper(
+            "publish", request, until, lambda line: troubles.append(line.get("trouble", ""))
+        )
         return next((text for text in troubles if text), trouble), late
 
     def _redirect(self, number: int, final: Path, why: str) -> Path:
@@ -348,7 +351,7 @@ class EvidenceCollector:
             _log.warning("the evidence of round %d is in %s: %s cannot be written: %s", number, place, final, why)
         return self.directory_for(final)
 
-    def _help(
+    def _run_helper(
         self,
         verb: str,
         request: CollectRequest | PublishRequest,
@@ -357,7 +360,7 @@ class EvidenceCollector:
     ) -> tuple[str, bool]:
         """Run a helper to its end, or to its deadline. Returns what went wrong, and whether that was the deadline."""
         began = time.monotonic()
-        seconds = f"{max(0.0, until - began) + ORPHAN_S:.1f}"
+        seconds = f"{max(0.0, until - began) + ORPHAN_GRACE_S:.1f}"
         command = [sys.executable, "-I", "-S", program("evidence_collector"), verb, seconds, *import_path()]
         try:
             helper = HelperProcess(command, cwd="/", keep_errors=True)

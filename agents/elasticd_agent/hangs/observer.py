@@ -28,7 +28,7 @@ from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.process_usage import TreeUsage, UsageReader
 
-LATE_KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_dropped", "message")
+LATE_EVENT_KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_dropped", "message")
 """The events that the writer may report of a save after its group has ended."""
 MAX_LOOK_GAP_S = 1.0
 """A gap between two looks counts as at most this much."""
@@ -58,7 +58,7 @@ class Observation:
     """The /proc state of the round's store, "" where it is not here, and for how long it has been "T"."""
     store_stopped_s: float = 0.0
     observed_s: float = 0.0
-    pids: tuple[int, ...] = ()  #: the processes that train, by local rank; none before they have been started
+    training_pids: tuple[int, ...] = ()  #: the processes that train, by local rank; none before they have been started
 
     @property
     def step(self) -> int:
@@ -71,7 +71,7 @@ class Observation:
         return min(times) / 1e9 if times else None
 
     @property
-    def progress_at(self) -> float | None:
+    def last_progress_at(self) -> float | None:
         times = [beat.progress_ns for beat in self.heartbeats if beat.progress_ns]
         return max(times) / 1e9 if times else None
 
@@ -84,15 +84,15 @@ class Observation:
 class _Ages:
     """Ages of one process, from one look to the next."""
 
-    progress: tuple[object, ...] = ()
+    last_progress: tuple[object, ...] = ()
     idle_s: float = 0.0
-    alive: int = 0
+    alive_ticks: int = 0
     alive_s: float = -1.0
-    moved: int = 0
+    moved_ticks: int = 0
     moved_s: float = -1.0
-    groups: GroupCounts = ()
+    nccl_groups: GroupCounts = ()
     device_s: float = -1.0
-    waits: int = 0
+    wait_ticks: int = 0
     waiting_s: float = 0.0
     quiet_s: float = -1.0
     sockets_s: float = -1.0
@@ -102,33 +102,33 @@ class _Ages:
     def on_heartbeat(self, beat: Heartbeat, passed_s: float, now: float) -> None:
         """Take a heartbeat: reset the ages of what has moved, and let the others grow by `passed_s`."""
         progress = beat.step, beat.progress_ns, beat.phase, beat.barrier, beat.collectives
-        if progress == self.progress:
+        if progress == self.last_progress:
             self.idle_s += passed_s
         else:  # since the heartbeat if that changed, else since some time after the last look
             self.idle_s = min(passed_s, max(0.0, now - beat.progress_ns / 1e9))
-        self.progress = progress
+        self.last_progress = progress
         if self.quiet_s >= 0:
             self.quiet_s += passed_s
         if self.sockets_s >= 0:
             self.sockets_s += passed_s
-        ticks, waits = beat.alive_ticks - self.alive, beat.wait_ticks - self.waits
-        self.waits = beat.wait_ticks
+        ticks, waits = beat.alive_ticks - self.alive_ticks, beat.wait_ticks - self.wait_ticks
+        self.wait_ticks = beat.wait_ticks
         if waits < ticks or waits < 0:
             self.waiting_s = 0.0
         elif ticks or self.waiting_s:  # a tick more, or none because of the GIL
             self.waiting_s += passed_s
-        if beat.alive_ticks != self.alive:  # 0: the thread has ended, the last act of an exit
-            self.alive = beat.alive_ticks
+        if beat.alive_ticks != self.alive_ticks:  # 0: the thread has ended, the last act of an exit
+            self.alive_ticks = beat.alive_ticks
             self.alive_s = 0.0 if beat.alive_ticks else -1.0
         elif self.alive_s >= 0:
             self.alive_s += passed_s
-        if beat.moved_ticks != self.moved:
-            self.moved = beat.moved_ticks
+        if beat.moved_ticks != self.moved_ticks:
+            self.moved_ticks = beat.moved_ticks
             self.moved_s = 0.0
         elif self.moved_s >= 0:
             self.moved_s += passed_s
-        if beat.groups != self.groups:
-            self.groups = beat.groups
+        if beat.groups != self.nccl_groups:
+            self.nccl_groups = beat.groups
             self.device_s = 0.0 if beat.groups else -1.0
         elif self.device_s >= 0:
             self.device_s += passed_s
@@ -154,23 +154,23 @@ class _Ages:
 
 
 @dataclass(slots=True)
-class _OwnBytes:
+class _BytesWithoutDumps:
     """The bytes that a worker reads and writes by itself: a flight recorder of 0.9 MB, written on request, is no work.
 
     The request is answered when all of it is written, perhaps after a sample in the middle, so everything since the
     last sample but one is left out.
     """
 
-    answered: int = 0
-    ours: int = 0
-    last_two: tuple[int, int] | None = None
+    answered_dumps: int = 0
+    dump_bytes: int = 0
+    last_two_totals: tuple[int, int] | None = None
 
-    def own(self, io_bytes: int, answered: int) -> int:
-        if answered != self.answered and self.last_two is not None:
-            self.ours = io_bytes - self.last_two[0]
-        self.answered = answered
-        own = io_bytes - self.ours
-        self.last_two = (own if self.last_two is None else self.last_two[1], own)
+    def count(self, io_bytes: int, answered_dumps: int) -> int:
+        if answered_dumps != self.answered_dumps and self.last_two_totals is not None:
+            self.dump_bytes = io_bytes - self.last_two_totals[0]
+        self.answered_dumps = answered_dumps
+        own = io_bytes - self.dump_bytes
+        self.last_two_totals = (own if self.last_two_totals is None else self.last_two_totals[1], own)
         return own
 
 
@@ -182,18 +182,19 @@ class GroupObserver:
     rank_slots: Sequence[tuple[int, int]]
     heartbeat_files: Sequence[Path]
     worker_event_files: Sequence[Path]
-    state: Callable[[int], str] = procfs.state_or_exiting
-    usage: Callable[[Sequence[int], int], Mapping[int, TreeUsage]] = field(default_factory=lambda: UsageReader().read)
-    earlier: Sequence[WorkerEventReader] = ()  #: the readers of the group before: its last save may still be written
+    read_state: Callable[[int], str] = procfs.state_or_exiting
+    read_usage: Callable[[Sequence[int], int], Mapping[int, TreeUsage]] = field(default_factory=lambda: UsageReader().read)
+    earlier_event_readers: Sequence[WorkerEventReader] = ()
+    """The readers of the group before: its last save may still be written."""
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0
     _store_port: int = 0
-    _held: set[int] = field(default_factory=set)
+    _held_local_ranks: set[int] = field(default_factory=set)
     _heartbeat_readers: list[HeartbeatReader] = field(default_factory=list)
     event_readers: list[WorkerEventReader] = field(default_factory=list)
     _ages: list[_Ages] = field(default_factory=list)
-    _bytes: list[_OwnBytes] = field(default_factory=list)
-    _store: _Ages = field(default_factory=_Ages)
+    _own_bytes: list[_BytesWithoutDumps] = field(default_factory=list)
+    _store_ages: _Ages = field(default_factory=_Ages)
     _last_look: float | None = None
     _observed_s: float = 0.0
     _usage_samples: deque[tuple[float, Mapping[int, TreeUsage]]] = field(default_factory=deque)
@@ -203,7 +204,7 @@ class GroupObserver:
         self._heartbeat_readers = [HeartbeatReader(path) for path in self.heartbeat_files]
         self.event_readers = [WorkerEventReader(path) for path in self.worker_event_files]
         self._ages = [_Ages() for _ in self.heartbeat_files]
-        self._bytes = [_OwnBytes() for _ in self.heartbeat_files]
+        self._own_bytes = [_BytesWithoutDumps() for _ in self.heartbeat_files]
 
     def set_processes(self, pids: Sequence[int], store_pid: int, held: Sequence[int] = (), store_port: int = 0) -> None:
         """The processes of this group: the workers' by local rank, and the round's store, 0 if it is not here.
@@ -213,11 +214,11 @@ class GroupObserver:
         self._pids = tuple(pids)
         self._store_pid = store_pid
         self._store_port = store_port
-        self._held = set(held)
+        self._held_local_ranks = set(held)
 
     def released(self, local_ranks: Sequence[int]) -> None:
         """These are not held any more."""
-        self._held -= set(local_ranks)
+        self._held_local_ranks -= set(local_ranks)
 
     def worker_exited(self, rank: int) -> None:
         """The worker has exited with code 0."""
@@ -228,62 +229,64 @@ class GroupObserver:
         passed_s = 0.0 if self._last_look is None else min(now - self._last_look, MAX_LOOK_GAP_S)
         self._last_look = now
         self._observed_s += passed_s
-        beats = tuple(read_heartbeat(heartbeat_reader) for heartbeat_reader in self._heartbeat_readers)
+        beats = tuple(read_heartbeat_or_empty(heartbeat_reader) for heartbeat_reader in self._heartbeat_readers)
         events: list[WorkerEvent] = []
         for reader in self.event_readers:
             with suppress(OSError):  # no file descriptor is left, for example: the next look reads them
                 events += reader.read()[0]
-        for reader in self.earlier:
+        for reader in self.earlier_event_readers:
             with suppress(OSError):
-                events += [event for event in reader.read()[0] if event.kind in LATE_KINDS]
+                events += [event for event in reader.read()[0] if event.kind in LATE_EVENT_KINDS]
         pids = tuple(_training_pid(beat, pid) for beat, pid in zip(beats, self._pids, strict=bool(self._pids)))
-        states = [self.state(pid) for pid in pids] or [""] * len(beats)
+        states = [self.read_state(pid) for pid in pids] or [""] * len(beats)
         runs = [at for at, slot in enumerate(self.rank_slots) if slot[0] not in self._exited]
         suspended = bool(runs) and all(states[at] == "T" for at in runs)  # by a scheduler, like a suspended machine
         for at, (ages, beat) in enumerate(zip(self._ages, beats, strict=True)):
-            ages.on_heartbeat(beat, passed_s if self._pids and at not in self._held and not suspended else 0.0, now)
+            ages.on_heartbeat(
+                beat, passed_s if self._pids and at not in self._held_local_ranks and not suspended else 0.0, now
+            )
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
         for ages, state in zip(self._ages, states, strict=True):
             ages.on_state(state, passed_s)
-        store_state = self.state(self._store_pid) if self._store_pid else ""
-        self._store.on_state(store_state, passed_s)
-        self._count_usage(idle_s, beats)
+        store_state = self.read_state(self._store_pid) if self._store_pid else ""
+        self._store_ages.on_state(store_state, passed_s)
+        self._sample_usage(idle_s, beats)
         return Observation(
             self.round,
             beats,
             tuple(sorted(events, key=lambda event: event.mono)),
             idle_s,
-            tuple(self._rank(i, beat, states[i]) for i, beat in enumerate(beats)),
+            tuple(self._report_of(i, beat, states[i]) for i, beat in enumerate(beats)),
             store_state,
-            self._store.stopped_s,
+            self._store_ages.stopped_s,
             self._observed_s,
             pids,
         )
 
-    def _count_usage(self, idle_s: float, beats: Sequence[Heartbeat]) -> None:
+    def _sample_usage(self, idle_s: float, beats: Sequence[Heartbeat]) -> None:
         """Sample the usage of the ranks' processes while the group is idle, and see who is quiet."""
         if not self._pids or (idle_s < USAGE_AFTER_IDLE_S and not any(ages.state == "T" for ages in self._ages)):
             self._usage_samples.clear()
             return
         if self._usage_samples and self._observed_s < self._usage_samples[-1][0] + MIN_USAGE_INTERVAL_S:
             return
-        used = dict(self.usage(self._pids, self._store_port))
-        for pid, bytes_, beat in zip(self._pids, self._bytes, beats, strict=True):
+        used = dict(self.read_usage(self._pids, self._store_port))
+        for pid, bytes_, beat in zip(self._pids, self._own_bytes, beats, strict=True):
             if pid in used:
-                own = bytes_.own(used[pid].io_bytes, beat.dump_done)
+                own = bytes_.count(used[pid].io_bytes, beat.dump_done)
                 used[pid] = replace(used[pid], io_bytes=own)
         if self._usage_samples:
             began, before = self._usage_samples[0]
             for pid, ages in zip(self._pids, self._ages, strict=True):
                 if pid in used and pid in before:
                     passed_s = self._observed_s - began
-                    cpu_s, io_bytes = _used(before[pid], used[pid], passed_s)
+                    cpu_s, io_bytes = _usage_between(before[pid], used[pid], passed_s)
                     ages.on_usage(cpu_s / passed_s, io_bytes / passed_s, before[pid], used[pid])
         self._usage_samples.append((self._observed_s, used))
         while len(self._usage_samples) > 2 and self._usage_samples[1][0] <= self._observed_s - USAGE_WINDOW_S:
             self._usage_samples.popleft()
 
-    def _rank(self, index: int, beat: Heartbeat, state: str) -> RankReport:
+    def _report_of(self, index: int, beat: Heartbeat, state: str) -> RankReport:
         """Return the report of one rank, from its heartbeat, its ages and its usage."""
         rank, slot = self.rank_slots[index]
         ages = self._ages[index]
@@ -296,7 +299,7 @@ class GroupObserver:
             step=beat.step,
             # The thread that counts them may have been stopped before, or not get the GIL.
             # Of an exited rank only the last tick counts, which comes after the exit handlers, and not after os._exit.
-            collectives=_last_count(beat) if exited else max(beat.collectives, beat.collectives_at_step),
+            collectives=_collectives_at_exit(beat) if exited else max(beat.collectives, beat.collectives_at_step),
             usual=beat.collectives_per_step,
             barrier=beat.barrier if waits else "",
             barrier_s=beat.barrier_s if beat.phase == Phase.BARRIER else 0.0,
@@ -307,7 +310,7 @@ class GroupObserver:
             idle_s=ages.idle_s,
             alive_s=ages.alive_s,
             moved_s=ages.moved_s,
-            nccl_groups=ages.groups,
+            nccl_groups=ages.nccl_groups,
             device_s=ages.device_s,
             waiting_s=ages.waiting_s,
             quiet_s=ages.quiet_s,
@@ -322,7 +325,7 @@ class GroupObserver:
         (began, before), (ended, after) = self._usage_samples[0], self._usage_samples[-1]
         if pid not in before or pid not in after:
             return report
-        cpu_s, io_bytes = _used(before[pid], after[pid], ended - began)
+        cpu_s, io_bytes = _usage_between(before[pid], after[pid], ended - began)
         state = "t" if after[pid].is_traced and state in ("R", "S", "D") else state
         queued = after[pid].tcp_queued_bytes
         unsent = -1 if queued is None else queued
@@ -333,7 +336,7 @@ class GroupObserver:
             reader.close()
 
 
-def _used(before: TreeUsage, after: TreeUsage, passed_s: float) -> tuple[float, int]:
+def _usage_between(before: TreeUsage, after: TreeUsage, passed_s: float) -> tuple[float, int]:
     """The processor time between two samples, and the bytes.
 
     What waits for a processor for most of the time is as good as running: a quota or a busy machine makes it slow. An
@@ -353,7 +356,7 @@ def _used(before: TreeUsage, after: TreeUsage, passed_s: float) -> tuple[float, 
     return cpu_s, max(0, after.io_bytes - before.io_bytes)
 
 
-def _last_count(beat: Heartbeat) -> int:
+def _collectives_at_exit(beat: Heartbeat) -> int:
     return -1 if beat.alive_ticks else beat.collectives
 
 
@@ -365,7 +368,7 @@ def _training_pid(beat: Heartbeat, pid: int) -> int:
     return beat.pid if process is not None and process.session == pid else pid
 
 
-def read_heartbeat(reader: HeartbeatReader) -> Heartbeat:
+def read_heartbeat_or_empty(reader: HeartbeatReader) -> Heartbeat:
     try:
         return reader.read()
     except (OSError, WireError):

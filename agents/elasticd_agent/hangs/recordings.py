@@ -55,23 +55,25 @@ class IssuedCollective:
 class Recording:
     """One rank's recorder: what it issued, by process group and number."""
 
-    groups: Mapping[str, Mapping[int, IssuedCollective]]
-    order: tuple[tuple[str, str], ...] = ()  #: (group, kind) of all in the order in which they were issued
+    issued_by_group: Mapping[str, Mapping[int, IssuedCollective]]
+    issue_order: tuple[tuple[str, str], ...] = ()  #: (group, kind) of all in the order in which they were issued
 
-    nccl: bool = False  #: true if it is by another recorder than gloo's, which does not have the same collectives
-    in_job: frozenset[str] = frozenset()  #: the groups all of whose members are ranks of this job
-    unrecorded: Mapping[str, str] = field(default_factory=dict)
+    not_by_gloo: bool = (
+        False  #: true if it is by another recorder than gloo's, which does not have the same collectives
+    )
+    groups_in_job: frozenset[str] = frozenset()  #: the groups all of whose members are ranks of this job
+    unrecorded_backends: Mapping[str, str] = field(default_factory=dict)
     """The backends of the groups whose collectives are in no recorder."""
-    gloo: Recording | None = None
+    gloo_recording: Recording | None = None
     """The recording of gloo's recorder, if this is of another one: by a group of its own, or by one with both
     backends."""
 
     def deviation(self) -> Deviation:
         """The way in which one of the last collectives follows another that it never followed before; "" if none
         does."""
-        if len(self.order) < _LEAST_HISTORY:
+        if len(self.issue_order) < _LEAST_HISTORY:
             return ""
-        pairs = list(zip(self.order, self.order[1:], strict=False))
+        pairs = list(zip(self.issue_order, self.issue_order[1:], strict=False))
         usual = set(pairs[:-_RECENT])
         known = {group for pair in usual for group, _ in pair}  # in a group of its own the first one is always new
         recent = [pair for pair in pairs[-_RECENT:] if {group for group, _ in pair} <= known]
@@ -84,17 +86,17 @@ class Recording:
 
     def tails(self) -> tuple[GroupTail, ...]:
         """The end of what was issued in each group, those with an unfinished collective first."""
-        tails = [] if self.gloo is None else list(self.gloo.tails())
-        for group, issued in self.groups.items():
+        tails = [] if self.gloo_recording is None else list(self.gloo_recording.tails())
+        for group, issued in self.issued_by_group.items():
             pending = next((number for number in sorted(issued) if not issued[number].done), 0)
             last = max(issued, default=0)
             first = pending or last
             shown = [number for number in sorted(issued) if number >= first - 1][:_TAIL]
             kinds = [(number, issued[number].kind) for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
             backend = issued[last].backend if issued else _GLOO
-            tails.append(GroupTail(group, last, pending, tuple(kinds), backend, group in self.in_job))
-        for group, backend in self.unrecorded.items():
-            tails.append(GroupTail(group, 0, backend=backend, in_job=group in self.in_job, unrecorded=True))
+            tails.append(GroupTail(group, last, pending, tuple(kinds), backend, group in self.groups_in_job))
+        for group, backend in self.unrecorded_backends.items():
+            tails.append(GroupTail(group, 0, backend=backend, in_job=group in self.groups_in_job, unrecorded=True))
         return tuple(sorted(tails, key=lambda tail: not (tail.pending or tail.unrecorded))[:MOST_GROUPS])
 
 

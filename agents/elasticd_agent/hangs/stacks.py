@@ -13,24 +13,24 @@ from functools import lru_cache
 
 from elasticd_agent.model.codec import Record
 
-PACKAGES = r"(?:site|dist)-packages/"
-STDLIB = r"/lib(?:64)?/python3(?:\.\d+)?t?/(?!(?:site|dist)-packages/)"
-_PACKAGES = re.compile(rf".*{PACKAGES}")
-_STDLIB = re.compile(rf".*{STDLIB}|(?=<frozen )")
-_CHECKOUT = re.compile(r"(?:.*/)?(?:pytorch/(?=torch/)|(?=elasticd_agent/)|(?=elasticd/[\w/]+\.py$))")
+PACKAGES_PATTERN = r"(?:site|dist)-packages/"
+STDLIB_PATTERN = r"/lib(?:64)?/python3(?:\.\d+)?t?/(?!(?:site|dist)-packages/)"
+_PACKAGES_PREFIX = re.compile(rf".*{PACKAGES_PATTERN}")
+_STDLIB_PREFIX = re.compile(rf".*{STDLIB_PATTERN}|(?=<frozen )")
+_CHECKOUT_PREFIX = re.compile(r"(?:.*/)?(?:pytorch/(?=torch/)|(?=elasticd_agent/)|(?=elasticd/[\w/]+\.py$))")
 """torch built from its source, and elasticd itself, which a developer does not install."""
-_DEEP = 4
+_DEEP_PATH_PARTS = 4
 
 
 @lru_cache(maxsize=4096)
-def _split(file: str) -> tuple[str, str]:
+def _split_library(file: str) -> tuple[str, str]:
     """The library that the file belongs to, "" for the script's own code, and the file's path below it."""
-    if prefix := _PACKAGES.match(file):
+    if prefix := _PACKAGES_PREFIX.match(file):
         below = file[prefix.end() :]
         return below.partition("/")[0].removesuffix(".py"), below
-    if prefix := _STDLIB.match(file):
+    if prefix := _STDLIB_PREFIX.match(file):
         return "python", file[prefix.end() :]
-    if prefix := _CHECKOUT.match(file):
+    if prefix := _CHECKOUT_PREFIX.match(file):
         below = file[prefix.end() :]
         return below.partition("/")[0], below
     return "", file
@@ -45,36 +45,36 @@ class Frame(Record):
     line: int
 
     @property
-    def name(self) -> str:
+    def bare_name(self) -> str:
         """Without its class or outer function: all that Python 3.10 and faulthandler know of it."""
         return self.function.rpartition(".")[2]
 
     @property
     def library(self) -> str:
         """ "torch", "python": the library that it belongs to; "" for the script's own code."""
-        return _split(self.file)[0]
+        return _split_library(self.file)[0]
 
     @property
-    def path(self) -> str:
+    def path_in_library(self) -> str:
         """The file without what says nothing: the directory of site-packages or of the standard library."""
-        return _split(self.file)[1]
+        return _split_library(self.file)[1]
 
     @property
-    def short(self) -> str:
+    def portable_file(self) -> str:
         """The file as it is called on any machine."""
-        library, below = _split(self.file)
+        library, below = _split_library(self.file)
         return below if library else below.rpartition("/")[2]
 
     @property
-    def at(self) -> str:
+    def path_and_line(self) -> str:
         """The frame's place, as short as a person needs: of a deep path the last two parts."""
-        parts = self.path.split("/")
-        deep = len(parts) > _DEEP and self.path.startswith("/")
-        path = "…/" + "/".join(parts[-2:]) if deep else self.path
+        parts = self.path_in_library.split("/")
+        deep = len(parts) > _DEEP_PATH_PARTS and self.path_in_library.startswith("/")
+        path = "…/" + "/".join(parts[-2:]) if deep else self.path_in_library
         return f"{path}:{self.line}" if self.line else path
 
     @property
-    def base(self) -> str:
+    def basename_and_line(self) -> str:
         """The frame's place without any directory."""
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
@@ -97,7 +97,7 @@ class ThreadStack(Record):
         return self.name or self.tid
 
     @property
-    def own(self) -> Frame | None:
+    def script_frame(self) -> Frame | None:
         """The innermost call of the script's own code."""
         return next((frame for frame in self.frames if not frame.library), None)
 
@@ -116,12 +116,12 @@ class ProcessStacks(Record):
 
 def place_key(thread: ThreadStack) -> tuple[tuple[str, str, int], ...]:
     """The same for threads at the same place, on whatever node."""
-    return tuple((frame.function, frame.path, frame.line) for frame in thread.frames)
+    return tuple((frame.function, frame.path_in_library, frame.line) for frame in thread.frames)
 
 
 def digest(frames: Sequence[Frame]) -> str:
     """The same for the same calls at the same lines, on whatever machine and from whichever source; "" for none."""
     if not frames:
         return ""
-    text = "\n".join(f"{frame.short}:{frame.line} {frame.name}" for frame in frames)
+    text = "\n".join(f"{frame.portable_file}:{frame.line} {frame.bare_name}" for frame in frames)
     return hashlib.sha1(text.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:12]

@@ -36,9 +36,9 @@ class WaitCounter:
     """Counts of one group, window by window."""
 
     _window_began_s: float | None = None
-    _window_began: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _counts_at_begin: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def begin(self) -> None:
+    def group_started(self) -> None:
         """A new group starts."""
         self._window_began_s = None
 
@@ -46,13 +46,13 @@ class WaitCounter:
         """The counts of a window that has just ended, else None. A window begins after the group's first step."""
         if seen.first_step_at is None:
             return None
-        began_s, before = self._window_began_s, self._window_began
+        began_s, before = self._window_began_s, self._counts_at_begin
         if began_s is not None and seen.observed_s < began_s + WINDOW_S:
             return None
         beats = zip(seen.ranks, seen.heartbeats, strict=True)
         now = {rank.rank: (beat.alive_ticks, beat.wait_ticks) for rank, beat in beats}
         self._window_began_s = seen.observed_s
-        self._window_began = now
+        self._counts_at_begin = now
         if began_s is None:
             return None
         return tuple((rank, now[rank][0] - before[rank][0], now[rank][1] - before[rank][1]) for rank in sorted(now))
@@ -84,7 +84,7 @@ class PersistentStragglers:
     """The stragglers of several windows in a row. Nodes report their windows at different times."""
 
     policy: Policy
-    _windows: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    _last_windows: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     _slow_windows: dict[int, int] = field(default_factory=dict)
 
     def update(self, counts: WaitCounts) -> tuple[tuple[int, float], ...]:
@@ -92,7 +92,7 @@ class PersistentStragglers:
         slow = find_stragglers(counts, self.policy)
         windows = {window[0]: window for window in counts}
         for rank in dict(slow):
-            self._slow_windows[rank] = self._slow_windows.get(rank, 0) + (windows[rank] != self._windows.get(rank))
+            self._slow_windows[rank] = self._slow_windows.get(rank, 0) + (windows[rank] != self._last_windows.get(rank))
         self._slow_windows = {rank: number for rank, number in self._slow_windows.items() if rank in dict(slow)}
-        self._windows = windows
+        self._last_windows = windows
         return tuple((rank, factor) for rank, factor in slow if self._slow_windows[rank] >= CONSECUTIVE_WINDOWS)

@@ -126,10 +126,10 @@ class GroupMonitor:
         """Called before the group of `round` is started."""
         self.drop()
         self._prepared = prepared
-        prepared.observer.earlier = self._earlier
+        prepared.observer.earlier_event_readers = self._earlier
         self.detector.group_expected(round.number)
         self._history.group_started()
-        self._wait_shares.begin()
+        self._wait_shares.group_started()
         self._at = now + EAGER_INTERVAL_S
         self._step_at, self._step_s, self._kept, self._has_absent = (0, now), 0.0, (), False
         self._eager_until, self._hastened_until = now + EAGER_S, 0.0

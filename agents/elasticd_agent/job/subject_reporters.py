@@ -303,10 +303,10 @@ class ProgressReporter:
         if seen.first_step_at is not None:
             job.step = seen.step
         rate = self._rate.observe(seen.step, now, stepped=seen.first_step_at is not None)
-        moved = before is None or before.round != seen.round or seen.progress_at != before.progress_at
-        if moved and seen.progress_at is not None:
+        moved = before is None or before.round != seen.round or seen.last_progress_at != before.last_progress_at
+        if moved and seen.last_progress_at is not None:
             steps = dict(zip(round.ranks(job.node), (beat.step for beat in seen.heartbeats), strict=False))
-            job.metrics.progress(steps, rate, time.time() - (now - seen.progress_at))
+            job.metrics.progress(steps, rate, time.time() - (now - seen.last_progress_at))
         job.metrics.event_lines_lost(job.events.lost)
         job.console.progress(
             ProgressView(
@@ -321,12 +321,12 @@ class ProgressReporter:
         """
         goodput = self.job.goodput
         cost_s = goodput.on_observation(seen)
-        if cost_s is not None and seen.progress_at is not None:
+        if cost_s is not None and seen.last_progress_at is not None:
             step = goodput.ledger.high_water
             reason = f"caught up at step {step}; " + (f"the fault cost {cost_s:.2f} s" if cost_s else "no work lost")
             self.job.write(
                 events.WorkRecoveredEvent(
-                    round=seen.round, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s
+                    round=seen.round, mono=seen.last_progress_at, reason=reason, step=step, seconds=cost_s
                 )
             )
 

@@ -170,7 +170,7 @@ class GoodputTracker:
 
     def on_observation(self, seen: Observation) -> float | None:
         """One look at the workers. At the first new step after a fault: the seconds that it cost, or 0; else None."""
-        at = seen.progress_at
+        at = seen.last_progress_at
         if seen.first_step_at is None or at is None:
             return None  # its number may be that of the restored step already
         step = seen.step if seen.has_session else self._base_step + seen.step

@@ -54,10 +54,12 @@ def test_budget_when_py_spy_hangs(
     evidence = takes(1.5, spy=dead_spy)
     pids = [worker(SLEEPS), worker(SLEEPS)]
     began = time.monotonic()
-    assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
+    assert evidence.start_gathering(
+        1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", ""
+    )
     assert time.monotonic() - began < MARGIN_S
     found = posted.get(timeout=30)
-    assert found.seconds < 1.5 + MARGIN_S
+    assert found.took_s < 1.5 + MARGIN_S
     for rank in found.ranks:
         assert (rank.state, rank.source) == ("S", "")
         assert rank.trouble
@@ -68,7 +70,7 @@ def test_budget_when_py_spy_hangs(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory's second attempt is short."""
-    monkeypatch.setattr(module, "RETRY_S", 1.0)
+    monkeypatch.setattr(module, "PUBLISH_RETRY_TIMEOUT_S", 1.0)
 
 
 def test_dead_log_directory_redirects_evidence(
@@ -83,12 +85,12 @@ def test_dead_log_directory_redirects_evidence(
     elsewhere = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job"
     evidence = takes(5.0, job="job", temporary=tmp_path)
     final, pid = blocked(tmp_path / "log" / "round-7" / "evidence"), worker(SLEEPS)
-    assert evidence.gather(7, [EvidenceTarget(0, pid)], final, "")
+    assert evidence.start_gathering(7, [EvidenceTarget(0, pid)], final, "")
     found = posted.get(timeout=30)
-    assert found.seconds < 5.0 + MARGIN_S
+    assert found.took_s < 5.0 + MARGIN_S
     assert found.ranks[0].source == "py-spy"
-    assert (found.path, found.trouble, found.late) == (final, "", False)
-    evidence.write(7, "verdict.json", "{}\n", final)
+    assert (found.directory, found.trouble, found.lacked_time) == (final, "", False)
+    evidence.write_later(7, "verdict.json", "{}\n", final)
     evidence.close()
     place = elsewhere / "round-7" / "evidence"
     assert evidence.directory_for(final) == place
@@ -113,14 +115,14 @@ def test_publishing_after_budget_is_spent(
     monkeypatch.setattr(module, "GATHER_PART", 9.0)
     monkeypatch.setattr(module, "KILL_PART", 1.0)  # it would go on, and nothing of the budget is left for the way
     if not left:
-        monkeypatch.setattr(module, "PUBLISH_S", 0.0)
+        monkeypatch.setattr(module, "MIN_PUBLISH_S", 0.0)
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nsleep 1000\n")
     spy.chmod(0o700)
     evidence = takes(0.5, spy=str(spy), temporary=tmp_path)
     final, pid = tmp_path / "log" / "round-7" / "evidence", worker(SLEEPS)
-    assert evidence.gather(7, [EvidenceTarget(0, pid)], final, "")
-    assert posted.get(timeout=30).late
+    assert evidence.start_gathering(7, [EvidenceTarget(0, pid)], final, "")
+    assert posted.get(timeout=30).lacked_time
     assert (final / "evidence-a.json").exists() is left
     evidence.close()
     assert published(final)[0].trouble.startswith("it did not answer within 0.")
@@ -138,12 +140,12 @@ def test_time_doubles_after_late_gathering(
     evidence = takes(1.0, spy=str(spy))
     target = EvidenceTarget(0, worker(SLEEPS))
     found = []
-    while not found or (found[-1].late and len(found) < 8):
-        assert evidence.gather(1, [target], tmp_path / "log", "")
+    while not found or (found[-1].lacked_time and len(found) < 8):
+        assert evidence.start_gathering(1, [target], tmp_path / "log", "")
         found.append(posted.get(timeout=30))
-    assert [each.late for each in found[:2]] == [True, True]
-    assert found[1].seconds > 1.0, "more than the first budget"
-    assert (found[-1].late, found[-1].ranks[0].source) == (False, "py-spy")
+    assert [each.lacked_time for each in found[:2]] == [True, True]
+    assert found[1].took_s > 1.0, "more than the first budget"
+    assert (found[-1].lacked_time, found[-1].ranks[0].source) == (False, "py-spy")
     assert "did not answer within" in found[0].ranks[0].trouble
 
 
@@ -153,7 +155,7 @@ def test_directory_without_replacement_is_named_once(
     """Without a log directory the evidence belongs where it would go otherwise."""
     evidence = takes(job="job", temporary=tmp_path)
     final = blocked(tmp_path / f"elasticd-evidence-{os.getuid()}" / "job" / "round-7" / "evidence")
-    evidence.write(7, "verdict.json", "{}\n", final)
+    evidence.write_later(7, "verdict.json", "{}\n", final)
     until_idle = time.monotonic() + 20
     while not caplog.messages and time.monotonic() < until_idle:
         time.sleep(0.05)
@@ -167,7 +169,7 @@ def test_files_for_dead_directory_are_redirected(takes: MakeEvidence, posted: Po
     evidence = takes(0.5, job="job", temporary=tmp_path)  # what is to be written elsewhere is, although this closes
     final = blocked(tmp_path / "log" / "round-7" / "evidence")
     began = time.monotonic()
-    evidence.write(7, "verdict.json", "{}\n", final)
+    evidence.write_later(7, "verdict.json", "{}\n", final)
     assert time.monotonic() - began < MARGIN_S
     evidence.close()
     elsewhere = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job"
@@ -179,13 +181,13 @@ def test_killed_helper_costs_only_its_reports(
 ) -> None:
     evidence = takes(spy=dead_spy)
     pid = worker(SLEEPS)
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     (helper,) = until(lambda: helpers(pid), 20)  # type: ignore[misc]
     os.kill(helper, signal.SIGKILL)
     found = posted.get(timeout=30)
     assert "the helper ended" in found.trouble
     assert (found.ranks[0].state, found.ranks[0].source) == ("S", "")
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     evidence.close()
 
 
@@ -194,12 +196,12 @@ def test_close_does_not_wait_for_gathering(
 ) -> None:
     evidence = takes(1000.0, spy=dead_spy)
     pid = worker(SLEEPS)
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     until(lambda: helpers(pid), 20)
     began = time.monotonic()
     evidence.close()
     assert time.monotonic() - began < MARGIN_S
-    assert not evidence.gather(1, [], tmp_path / "log", "")
+    assert not evidence.start_gathering(1, [], tmp_path / "log", "")
     assert "elasticd-evidence" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -207,9 +209,9 @@ def test_close_writes_pending_files(takes: MakeEvidence, posted: Posted, tmp_pat
     evidence = takes()
     final = tmp_path / "log" / "round-1" / "evidence"
     for n in range(3):
-        evidence.write(1, f"file-{n}", f"{n}\n", final)
-    evidence.write(1, "file-0", "another\n", final)
-    evidence.write(2, "other", "", tmp_path / "log" / "round-2" / "evidence")
+        evidence.write_later(1, f"file-{n}", f"{n}\n", final)
+    evidence.write_later(1, "file-0", "another\n", final)
+    evidence.write_later(2, "other", "", tmp_path / "log" / "round-2" / "evidence")
     evidence.close()
     assert {path.name: path.read_text() for path in final.iterdir()} == {
         "file-0": "another\n",
@@ -224,7 +226,7 @@ def test_rotation_keeps_newest_rounds(takes: MakeEvidence, worker: StartWorker, 
     pid, log = worker(SLEEPS), tmp_path / "log"
     (log / "round-11" / "rank-0").mkdir(parents=True)
     for number in (9, 10, 12):
-        assert evidence.gather(number, [EvidenceTarget(0, pid)], log / f"round-{number}" / "evidence", "")
+        assert evidence.start_gathering(number, [EvidenceTarget(0, pid)], log / f"round-{number}" / "evidence", "")
         assert posted.get(timeout=30).trouble == ""
     evidence.close()
     assert len(list(log.glob("round-*/evidence/evidence-a.json"))) == 2
@@ -239,7 +241,7 @@ def test_link_in_world_writable_directory(takes: MakeEvidence, posted: Posted, t
     (tmp_path / "tmp").chmod(0o1777)
     (tmp_path / "tmp" / "evidence").symlink_to(tmp_path / "theirs")
     evidence = takes(temporary=tmp_path / "aside")
-    evidence.write(1, "verdict.json", "{}", tmp_path / "tmp" / "evidence" / "round-1")
+    evidence.write_later(1, "verdict.json", "{}", tmp_path / "tmp" / "evidence" / "round-1")
     evidence.close()
     assert list((tmp_path / "theirs").iterdir()) == []
     assert [path.name for path in (tmp_path / "aside").rglob("verdict.json")] == ["verdict.json"]
@@ -253,13 +255,13 @@ def test_dead_directory_is_tried_twice(
     final, pid = blocked(tmp_path / "log" / "round-7" / "evidence"), worker(SLEEPS)
     place = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job" / "round-7" / "evidence"
     for why, path in (("quiet", final), ("quiet", place), (DUMP_REASON, place)):
-        assert evidence.gather(7, [EvidenceTarget(0, pid)], final, why)
+        assert evidence.start_gathering(7, [EvidenceTarget(0, pid)], final, why)
         found = posted.get(timeout=30)
-        assert (found.path, found.trouble) == (path, "")
+        assert (found.directory, found.trouble) == (path, "")
     assert (place / "evidence-a.json").exists()
     other = blocked(tmp_path / "log" / "round-7" / "dump")
-    assert evidence.gather(7, [EvidenceTarget(0, pid)], other, DUMP_REASON)
-    dumped = posted.get(timeout=30).path
+    assert evidence.start_gathering(7, [EvidenceTarget(0, pid)], other, DUMP_REASON)
+    dumped = posted.get(timeout=30).directory
     assert dumped == place.with_name("dump")
     assert (dumped / "evidence-a.json").exists()
 
@@ -269,11 +271,11 @@ def test_unwritable_scratch_is_reported(
 ) -> None:
     (tmp_path / "scratch").write_text("in the way")
     evidence = takes()
-    assert evidence.gather(1, [EvidenceTarget(0, worker(SLEEPS))], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, worker(SLEEPS))], tmp_path / "log", "")
     found = posted.get(timeout=30)
     assert "no evidence" in found.trouble
     assert (found.ranks[0].state, found.ranks[0].source) == ("S", "")
-    assert evidence.gather(1, [], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [], tmp_path / "log", "")
     posted.get(timeout=30)
 
 
@@ -286,13 +288,13 @@ def test_orphaned_helper_ends_by_itself(tmp_path: Path) -> None:
 
 def test_full_disk_keeps_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
-    disk.write(str(path), b"before")
+    disk.write_atomically(str(path), b"before")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as a full disk does: first a short write, then an error
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         with pytest.raises(OSError, match="too large"):
-            disk.write(str(path), b"x" * 2000)
+            disk.write_atomically(str(path), b"x" * 2000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)

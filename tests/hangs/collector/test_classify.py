@@ -10,9 +10,9 @@ import pytest
 from elasticd_agent.hangs.collector.classify import (
     FactsBesideStack,
     StackLocation,
-    is_alone,
     locate,
-    representative_thread,
+    only_first_runs_script,
+    representative_thread_index,
     script_place,
 )
 from elasticd_agent.hangs.rank import RankState
@@ -52,7 +52,7 @@ def read_stacks() -> tuple[dict[str, list[str]], dict[str, str]]:
 PLACES = re.compile(r"\b(TORCH|PYTHON|ELASTICD|C10D|DDP)\b")
 STACKS, EXPECTED = read_stacks()
 SCRIPT, BACKWARD, THREAD = STACKS["SCRIPT"], STACKS["BACKWARD"], STACKS["THREAD"]
-WAITS = FactsBesideStack(idle=True, group=True)
+WAITS = FactsBesideStack(idle=True, has_process_group=True)
 
 
 @pytest.mark.parametrize("name", [name for name, what in EXPECTED.items() if what not in ("", "ignored", "counts")])
@@ -65,27 +65,31 @@ def test_locate_table(name: str) -> None:
 
 def test_backward_waits_only_if_idle_and_in_group() -> None:
     frames = stack(*BACKWARD, *SCRIPT)
-    assert locate(frames, FactsBesideStack(idle=False, group=True)) == StackLocation("elsewhere", "train.py:88 train")
-    assert locate(frames, FactsBesideStack(idle=True, group=False)) == StackLocation("elsewhere", "train.py:88 train")
+    assert locate(frames, FactsBesideStack(idle=False, has_process_group=True)) == StackLocation(
+        "elsewhere", "train.py:88 train"
+    )
+    assert locate(frames, FactsBesideStack(idle=True, has_process_group=False)) == StackLocation(
+        "elsewhere", "train.py:88 train"
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "beside", "where"),
     [
-        ("work.wait()", {"group": True, "idle": True}, "collective"),
-        ("os.wait()", {"group": True, "idle": True}, "elsewhere"),
-        ("work.wait()", {"group": True}, "elsewhere"),
+        ("work.wait()", {"has_process_group": True, "idle": True}, "collective"),
+        ("os.wait()", {"has_process_group": True, "idle": True}, "elsewhere"),
+        ("work.wait()", {"has_process_group": True}, "elsewhere"),
         ("work.wait()", {"idle": True}, "elsewhere"),
-        ("total += loss.item()", {"cuda": True}, "device"),
+        ("total += loss.item()", {"uses_cuda": True}, "device"),
         ("total += loss.item()", {}, "elsewhere"),
-        ("total += loss.item()", {"cuda": True, "gil": True}, "elsewhere"),
-        ("batch = batch.to(device)", {"cuda": True}, "device"),
-        ("print(float(loss))", {"cuda": True}, "device"),
-        ("batch = next(batches)", {"cuda": True, "group": True, "idle": True}, "elsewhere"),
+        ("total += loss.item()", {"uses_cuda": True, "holds_gil": True}, "elsewhere"),
+        ("batch = batch.to(device)", {"uses_cuda": True}, "device"),
+        ("print(float(loss))", {"uses_cuda": True}, "device"),
+        ("batch = next(batches)", {"uses_cuda": True, "has_process_group": True, "idle": True}, "elsewhere"),
     ],
 )
 def test_c_method_is_found_by_source_line(source: str, beside: dict[str, bool], where: str) -> None:
-    assert locate(stack(*SCRIPT), FactsBesideStack(source=source, **beside)).where == where
+    assert locate(stack(*SCRIPT), FactsBesideStack(source_line=source, **beside)).where == where
 
 
 def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> None:
@@ -95,7 +99,10 @@ def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> No
         ("self.store.wait(keys)", "self.store.wait"),
         ("w[0].wait()", "object.wait"),
     ):
-        assert locate(stack(*SCRIPT), FactsBesideStack(source=source, idle=True, group=True)).function == name
+        assert (
+            locate(stack(*SCRIPT), FactsBesideStack(source_line=source, idle=True, has_process_group=True)).function
+            == name
+        )
         rank = RankState("a", RankReport(0, 0, where="collective", function=name))
         assert rank.waits
         assert not rank.wait_is_recorded
@@ -114,25 +121,25 @@ SUBMITTED = stack(*STACKS["a collective in a pool"])
 
 
 def test_waiting_main_thread_defers_to_other() -> None:
-    assert representative_thread([JOIN, LOADS, TRAINS]) == 2
-    assert representative_thread([JOIN, FEEDS, IDLES, LOADS]) == 3
-    assert representative_thread([JOIN, FEEDS, IDLES]) == 0
-    assert representative_thread([JOIN, SUBMITTED]) == 1
-    assert representative_thread([stack(*STACKS["the end of Python"]), TRAINS]) == 1
+    assert representative_thread_index([JOIN, LOADS, TRAINS]) == 2
+    assert representative_thread_index([JOIN, FEEDS, IDLES, LOADS]) == 3
+    assert representative_thread_index([JOIN, FEEDS, IDLES]) == 0
+    assert representative_thread_index([JOIN, SUBMITTED]) == 1
+    assert representative_thread_index([stack(*STACKS["the end of Python"]), TRAINS]) == 1
 
 
 def test_working_main_thread_counts() -> None:
     barrier = stack(*STACKS["session.barrier"])
-    assert representative_thread([stack(*SCRIPT), TRAINS]) == 0
-    assert representative_thread([barrier, TRAINS]) == 0
-    assert representative_thread([[], TRAINS]) == 0
+    assert representative_thread_index([stack(*SCRIPT), TRAINS]) == 0
+    assert representative_thread_index([barrier, TRAINS]) == 0
+    assert representative_thread_index([[], TRAINS]) == 0
 
 
 def test_short_file_names() -> None:
-    assert Frame("f", f"{TORCH}/_tensor.py", 1).short == "torch/_tensor.py"
-    assert Frame("f", f"{PYTHON}/threading.py", 1).short == "threading.py"
-    assert Frame("f", "/home/me/code/train.py", 1).short == "train.py"
-    assert Frame("f", "/src/elasticd/session.py", 1).short == "elasticd/session.py"
+    assert Frame("f", f"{TORCH}/_tensor.py", 1).portable_file == "torch/_tensor.py"
+    assert Frame("f", f"{PYTHON}/threading.py", 1).portable_file == "threading.py"
+    assert Frame("f", "/home/me/code/train.py", 1).portable_file == "train.py"
+    assert Frame("f", "/src/elasticd/session.py", 1).portable_file == "elasticd/session.py"
 
 
 def test_place_without_script_frames() -> None:
@@ -141,6 +148,6 @@ def test_place_without_script_frames() -> None:
 
 @pytest.mark.parametrize("name", [name for name, what in EXPECTED.items() if what in ("ignored", "counts")])
 def test_main_thread_is_alone(name: str) -> None:
-    assert is_alone([stack(*SCRIPT), stack(*STACKS[name])]) is (EXPECTED[name] == "ignored")
-    assert is_alone([stack(*SCRIPT)])
-    assert not is_alone([])
+    assert only_first_runs_script([stack(*SCRIPT), stack(*STACKS[name])]) is (EXPECTED[name] == "ignored")
+    assert only_first_runs_script([stack(*SCRIPT)])
+    assert not only_first_runs_script([])

@@ -121,8 +121,8 @@ def test_gpus_are_read_in_parallel_to_ranks(
     (tmp_path / "pynvml.py").write_text(NVML.replace("{init}", init))
     evidence = takes(budget_s, nvml=str(tmp_path))
     pid = worker("import time; print('ready', flush=True); time.sleep(1e6)")
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     found = posted.get(timeout=30)
     assert (found.trouble, found.ranks[0].source) == ("", "py-spy")
-    assert found.seconds < 20
+    assert found.took_s < 20
     assert said in (tmp_path / "log" / "evidence-a.json").read_text()

@@ -50,7 +50,7 @@ def joined(tmp_path: Path) -> Path:
 
 
 def located(evidence: EvidenceCollector, posted: Posted, target: EvidenceTarget, final: Path) -> RankEvidence:
-    assert evidence.gather(1, [target], final, "")
+    assert evidence.start_gathering(1, [target], final, "")
     (rank,) = posted.get(timeout=30).ranks
     assert rank.source == "py-spy"
     return rank

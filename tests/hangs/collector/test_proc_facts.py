@@ -50,16 +50,16 @@ def test_facts_of_ended_process() -> None:
     with subprocess.Popen(["true"]) as process:
         pass
     assert facts.process_facts(process.pid) == {}
-    assert facts.run_time_ns(process.pid) == {}
+    assert facts.runnable_time_ns(process.pid) == {}
 
 
 def test_run_time_of_busy_and_sleeping_thread(worker: StartWorker, until: Until) -> None:
     busy = worker("print('ready', flush=True)\nwhile True: pass", state="R")
     idle = worker("import time; print('ready', flush=True); time.sleep(1e6)")
     until(lambda: procfs.state(idle) == "S", 20)
-    before = facts.run_time_ns(busy)[busy], facts.run_time_ns(idle)[idle]
-    until(lambda: facts.run_time_ns(busy)[busy] - before[0] > 50_000_000, 20)
-    assert facts.run_time_ns(idle)[idle] - before[1] < 10_000_000
+    before = facts.runnable_time_ns(busy)[busy], facts.runnable_time_ns(idle)[idle]
+    until(lambda: facts.runnable_time_ns(busy)[busy] - before[0] > 50_000_000, 20)
+    assert facts.runnable_time_ns(idle)[idle] - before[1] < 10_000_000
 
 
 WRITES = "import os, sys\nto, fd = map(int, sys.argv[1:])\nos.dup2(to, fd)\nos.write(fd, b'x' * 10_000_000)"
@@ -82,7 +82,7 @@ def test_output_that_nobody_reads(kind: str, fd: int, found: bool, tmp_path: Pat
             call = {"name": "write", "fd": fd}.items()
             until(lambda: call <= system_call(process.pid).items(), 20)
             until(lambda: procfs.state(process.pid) == "S", 20)
-            assert facts.writes_output(facts.process_facts(process.pid)) == found
+            assert facts.is_in_output_write(facts.process_facts(process.pid)) == found
         finally:
             process.kill()
             os.close(ours)

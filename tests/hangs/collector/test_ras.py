@@ -110,7 +110,7 @@ def test_evidence_has_the_counts_of_a_stuck_worker(
     pid = worker("import time; print('ready', flush=True); time.sleep(1e6)")
     text = (HERE / "text-2.27.txt").read_text().replace("process 42 ", f"process {pid} ")
     evidence = takes(100.0, spy="", nvml=None, ras=ras([text.encode()]))
-    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+    assert evidence.start_gathering(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     (found,) = posted.get(timeout=60).ranks
     assert found.launches == (
         LaunchCount("cf264af53edbe986", "Broadcast", 0, 7),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.hangs.collector.stacks import NOT_PERMITTED, error_line, from_faulthandler, from_py_spy
+from elasticd_agent.hangs.collector.stacks import NOT_PERMITTED, from_faulthandler, from_py_spy, py_spy_error_line
 from elasticd_agent.hangs.stacks import Frame, digest
 
 PYTHON = "/usr/lib/python3.11"
@@ -44,7 +44,7 @@ Extension modules: torch._C (total: 1)
     first, second = from_faulthandler(text)
     assert (first.name, [frame.function for frame in first.frames]) == ("python", ["next_batch", "<module>"])
     assert (first.frames[0].line, first.frames[1].line) == (88, 0)
-    assert second.frames[0].name == "wait"
+    assert second.frames[0].bare_name == "wait"
     assert from_faulthandler("") == ()
     assert from_faulthandler("Timeout (0:00:10)!\n") == ()
 
@@ -72,4 +72,4 @@ def test_digest_depends_on_places_only() -> None:
     ],
 )
 def test_py_spy_errors_in_one_line(said: str, why: str) -> None:
-    assert error_line(said) == why
+    assert py_spy_error_line(said) == why

@@ -75,7 +75,7 @@ def test_shown_frames_fold_libraries() -> None:
 )
 def test_frame_place_and_library(file: str, at: str, library: str) -> None:
     frame = Frame("f", file, 44)
-    assert (frame.at, frame.library) == (at, library)
+    assert (frame.path_and_line, frame.library) == (at, library)
 
 
 # --- flight recordings ------------------------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ def test_done_entries_of_gloo() -> None:
     """Retired ones, and those up to the last completed one."""
     entries = [entry(n, "gloo:all_reduce", done=False, retired=n == 1) for n in (1, 2, 3)]
     found = parse({"entries": entries, "pg_status": {"0": {"last_completed_collective": "2"}}})
-    assert [one.done for one in found.groups["default group"].values()] == [True, True, False]
+    assert [one.done for one in found.issued_by_group["default group"].values()] == [True, True, False]
 
 
 def test_retired_entry_of_nccl_is_not_done() -> None:
     found = parse({"entries": [entry(4, done=False, retired=True)], "pg_status": {"0": None, "1": {}}})
-    assert [one.done for one in found.groups["default group"].values()] == [False]
+    assert [one.done for one in found.issued_by_group["default group"].values()] == [False]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_retired_entry_of_nccl_is_not_done() -> None:
 )
 def test_parse_without_recording(data: dict[str, Any]) -> None:
     found = parse(data)
-    assert found is None or not found.groups
+    assert found is None or not found.issued_by_group
 
 
 # --- the event log ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-PRIORITY = -10
+NICE_VALUE = -10
 """A nice value: ten times the usual share of a crowded processor, for a tenth of a second of work."""
 
 
@@ -34,10 +34,10 @@ def main() -> None:
                 left = left[os.write(1, left) :]
 
     if verb == "gather":
-        from elasticd_agent.hangs.collector.collect import Collection
+        from elasticd_agent.hangs.collector.collect import EvidenceGathering
         from elasticd_agent.hangs.collector.request import CollectRequest
 
-        Collection(CollectRequest.of(request), emit).run()
+        EvidenceGathering(CollectRequest.from_message(request), emit).run()
     else:
         from elasticd_agent.hangs.collector.files import publish
         from elasticd_agent.hangs.collector.request import PublishRequest
@@ -55,9 +55,9 @@ def _raise_priority() -> None:
     """Raise this process's priority if it has the right to, as root has; that of the session, too, where the kernel
     groups processes by session."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, 0, NICE_VALUE)
     with suppress(OSError), open("/proc/self/autogroup", "wb") as autogroup:
-        autogroup.write(b"%d" % PRIORITY)
+        autogroup.write(b"%d" % NICE_VALUE)
 
 
 if __name__ == "__main__":

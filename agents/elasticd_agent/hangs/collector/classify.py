@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elasticd_agent.hangs.stacks import PACKAGES, STDLIB, Frame
+from elasticd_agent.hangs.stacks import PACKAGES_PATTERN, STDLIB_PATTERN, Frame
 from elasticd_agent.model.reports import Where
 
 
@@ -20,10 +20,10 @@ class FactsBesideStack:
     """Facts that a stack does not show."""
 
     idle: bool = False  #: the thread uses no processor
-    group: bool = False  #: there is a process group
-    cuda: bool = False
-    gil: bool = False  #: the thread has the GIL
-    source: str = ""  #: the innermost frame's line of source, for methods written in C have no frame
+    has_process_group: bool = False  #: there is a process group
+    uses_cuda: bool = False
+    holds_gil: bool = False  #: the thread has the GIL
+    source_line: str = ""  #: the innermost frame's line of source, for methods written in C have no frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class StackLocation:
     function: str
 
 
-_OURS = r"(?:^|/)(?:elasticd_(?:agent|daemon)/|elasticd/[\w/]+\.py$)"
-_SEEN_THROUGH = ("python", "torch", "elasticd", "elasticd_agent")
+_ELASTICD_FILES = r"(?:^|/)(?:elasticd_(?:agent|daemon)/|elasticd/[\w/]+\.py$)"
+_TRANSPARENT_LIBRARIES = ("python", "torch", "elasticd", "elasticd_agent")
 """The libraries whose frames may be inside of a wait."""
 
 
@@ -51,23 +51,25 @@ def _rule(where: Where, file: str, name: str = r".*", label: str = "") -> _Rule:
     return _Rule(where, re.compile(rf"(?:^|/){file}$"), re.compile(name), label)
 
 
-_C10D = r"torch/distributed/distributed_c10d\.py"
+_C10D_FILE = r"torch/distributed/distributed_c10d\.py"
 _RULES = (
     # Pickling before a collective is work, and so is compiling, which may wait for processes that compile.
-    _rule("elsewhere", _C10D, r"_object_to_tensor|_tensor_to_object"),
+    _rule("elsewhere", _C10D_FILE, r"_object_to_tensor|_tensor_to_object"),
     _rule("elsewhere", r"torch/_inductor/(?!output_code|utils).*"),
     _rule("elsewhere", r"torch/_dynamo/(?!eval_frame|external_utils).*"),
     _rule("elsewhere", r"torch/fx/.*"),
     _rule("elsewhere", r"torch/utils/data/.*"),
-    _rule("init", _C10D, r"init_process_group|_store_based_barrier|_?new_(?:sub)?groups?\w*|split_group|shrink_group"),
-    _rule("init", _C10D, r"_new_process_group_helper|_create_process_group_wrapper"),
+    _rule(
+        "init", _C10D_FILE, r"init_process_group|_store_based_barrier|_?new_(?:sub)?groups?\w*|split_group|shrink_group"
+    ),
+    _rule("init", _C10D_FILE, r"_new_process_group_helper|_create_process_group_wrapper"),
     _rule("init", r"torch/distributed/rendezvous\.py", r".*", "rendezvous"),
     _rule("init", r"torch/distributed/elastic/(?:rendezvous|utils/store|utils/distributed).*", r".*", "rendezvous"),
-    _rule("collective", _C10D, r"destroy_process_group|_abort_process_group", "destroy_process_group"),
-    _rule("collective", _C10D, r"_coalescing_manager|__exit__", "a coalesced collective"),
+    _rule("collective", _C10D_FILE, r"destroy_process_group|_abort_process_group", "destroy_process_group"),
+    _rule("collective", _C10D_FILE, r"_coalescing_manager|__exit__", "a coalesced collective"),
     _rule(
         "collective",
-        _C10D,
+        _C10D_FILE,
         r"_?(?:all_|reduce|broadcast|gather|scatter|barrier|monitored_barrier|i?send|i?recv|batch_isend|wait)\w*",
     ),
     _rule("collective", r"torch/distributed/_functional_collectives\w*\.py", r".*", "a functional collective"),
@@ -95,27 +97,37 @@ _RULES = (
     _rule("elsewhere", r"elasticd/(?!session|heartbeat/(?:optimizer_hook|thread))[\w/]+\.py"),
 )
 
-_BACKWARD = _rule("collective", r"torch/autograd/graph\.py", r"_engine_run_backward", "backward")
+_BACKWARD_RULE = _rule("collective", r"torch/autograd/graph\.py", r"_engine_run_backward", "backward")
 
 _WAIT_CALL = re.compile(r"((?:\w+\.)*\w+|)(?<!\bos)\.wait\(")
 _DEVICE_CALL = re.compile(
     r"\.(?:item|tolist|cpu|numpy|cuda|to|nonzero|synchronize|wait)\(|\b(?:float|bool)\(|torch\.(?:unique|nonzero)\("
 )
 
-_WAITING = re.compile(
-    rf"{STDLIB}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize))\.py$"
+_PYTHON_WAIT_FILES = re.compile(
+    rf"{STDLIB_PATTERN}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize))\.py$"
 )
 """Python's own waits, for another thread or process."""
-_DEBUGGER = re.compile(rf"{STDLIB}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES}(?:IPython|ipdb|pudb|pdbpp|pydevd\w*|debugpy)/")
-_PROMPTS = ("interaction", "cmdloop", "interact", "raw_input", "mainloop", "do_wait_suspend", "wait_for_client")
+_DEBUGGER_FILES = re.compile(
+    rf"{STDLIB_PATTERN}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES_PATTERN}(?:IPython|ipdb|pudb|pdbpp|pydevd\w*|debugpy)/"
+)
+_PROMPT_FUNCTIONS = (
+    "interaction",
+    "cmdloop",
+    "interact",
+    "raw_input",
+    "mainloop",
+    "do_wait_suspend",
+    "wait_for_client",
+)
 """The debuggers' functions that wait for a person."""
-_LOADING = re.compile(rf"<frozen importlib|{STDLIB}(?:importlib|ctypes)/")
-_SERVING = re.compile(
-    rf"{STDLIB}(?:concurrent/futures|multiprocessing|socketserver)\b|{PACKAGES}(?:torch/utils/data|torch/_inductor|tqdm"
-    rf"|prometheus_client|tensorboard|wandb)/|{_OURS}"
+_IMPORT_FILES = re.compile(rf"<frozen importlib|{STDLIB_PATTERN}(?:importlib|ctypes)/")
+_SERVICE_THREAD_FILES = re.compile(
+    rf"{STDLIB_PATTERN}(?:concurrent/futures|multiprocessing|socketserver)\b|{PACKAGES_PATTERN}(?:torch/utils/data|torch/_inductor|tqdm"
+    rf"|prometheus_client|tensorboard|wandb)/|{_ELASTICD_FILES}"
 )
 """Threads that serve other ones: they wait for work most of the time, which says nothing about the training."""
-_FED = re.compile(rf"{STDLIB}(?:concurrent/futures/thread|multiprocessing/queues)\.py$")
+_WORK_QUEUE_FILES = re.compile(rf"{STDLIB_PATTERN}(?:concurrent/futures/thread|multiprocessing/queues)\.py$")
 """Python's threads that only do what another thread of the process gives them."""
 
 
@@ -123,43 +135,45 @@ def locate(frames: Sequence[Frame], beside: FactsBesideStack = FactsBesideStack(
     """The place of the thread with these frames, innermost first. No frames: it runs no Python code."""
     if not frames:
         return StackLocation("elsewhere", "")
-    if any(_DEBUGGER.search(frame.file) and frame.name in _PROMPTS for frame in frames):
+    if any(_DEBUGGER_FILES.search(frame.file) and frame.bare_name in _PROMPT_FUNCTIONS for frame in frames):
         return StackLocation("debugger", script_place(frames))
     for frame in frames:
-        if _matches(_BACKWARD, frame):
+        if _matches(_BACKWARD_RULE, frame):
             # Waits for collectives and all work look the same here.
-            inside = beside.idle and beside.group
+            inside = beside.idle and beside.has_process_group
             return (
-                StackLocation("collective", _BACKWARD.label)
+                StackLocation("collective", _BACKWARD_RULE.label)
                 if inside
                 else StackLocation("elsewhere", script_place(frames))
             )
         rule = next((rule for rule in _RULES if _matches(rule, frame)), None)
         if rule is not None:
-            named = rule.label or _public(frames, frame)
+            named = rule.label or _outermost_in_file(frames, frame)
             return StackLocation(rule.where, script_place(frames) if rule.where == "elsewhere" else named)
-        if frame.library not in _SEEN_THROUGH:
+        if frame.library not in _TRANSPARENT_LIBRARIES:
             break
-    return _by_source(frames, beside) or StackLocation("elsewhere", script_place(frames))
+    return _locate_by_source(frames, beside) or StackLocation("elsewhere", script_place(frames))
 
 
-def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
+def representative_thread_index(threads: Sequence[Sequence[Frame]]) -> int:
     """The index of the thread whose stack says what the rank does; the main one is first.
 
     That is the main thread, unless it waits for another thread or has ended: a script may train in another one.
     """
     main = threads[0]
-    caller = _beyond_waiting(main)
+    caller = _caller_of_wait(main)
     if not main or caller is main[0] or (caller is not None and caller.library):
         return 0
-    candidates = [i for i, frames in enumerate(threads) if i and not _serves(frames)]
+    candidates = [i for i, frames in enumerate(threads) if i and not _serves_other_threads(frames)]
     waiting = [
-        i for i in candidates if locate(threads[i], FactsBesideStack(idle=True, group=True)).where != "elsewhere"
+        i
+        for i in candidates
+        if locate(threads[i], FactsBesideStack(idle=True, has_process_group=True)).where != "elsewhere"
     ]
     return next(iter(waiting or candidates), 0)
 
 
-def is_alone(threads: Sequence[Sequence[Frame]]) -> bool:
+def only_first_runs_script(threads: Sequence[Sequence[Frame]]) -> bool:
     """No thread but the first one runs code of the script, which could end the wait of this rank or of others.
 
     Nor will one: a timer, an event loop or a pool's result handler has frames of Python only until it calls the script.
@@ -169,18 +183,20 @@ def is_alone(threads: Sequence[Sequence[Frame]]) -> bool:
 
 def is_loading(frames: Sequence[Frame]) -> bool:
     """It imports a module, or loads a library."""
-    return any(_LOADING.search(frame.file) is not None for frame in frames)
+    return any(_IMPORT_FILES.search(frame.file) is not None for frame in frames)
 
 
 def _never_calls_script(frames: Sequence[Frame]) -> bool:
     libraries = {frame.library for frame in frames}
-    return "" not in libraries and (libraries != {"python"} or any(_FED.search(frame.file) for frame in frames))
+    return "" not in libraries and (
+        libraries != {"python"} or any(_WORK_QUEUE_FILES.search(frame.file) for frame in frames)
+    )
 
 
 def script_place(frames: Sequence[Frame]) -> str:
     """The innermost frame of the script's own code, or else the innermost one, as "train.py:88 next_batch"."""
     frame = _script_frame(frames)
-    return f"{frame.base} {frame.name}"
+    return f"{frame.basename_and_line} {frame.bare_name}"
 
 
 def script_function(frames: Sequence[Frame]) -> str:
@@ -188,7 +204,7 @@ def script_function(frames: Sequence[Frame]) -> str:
     if not frames:
         return ""
     frame = _script_frame(frames)
-    return f"{frame.base.partition(':')[0]} {frame.name}"
+    return f"{frame.basename_and_line.partition(':')[0]} {frame.bare_name}"
 
 
 def _script_frame(frames: Sequence[Frame]) -> Frame:
@@ -196,39 +212,39 @@ def _script_frame(frames: Sequence[Frame]) -> Frame:
 
 
 def _matches(rule: _Rule, frame: Frame) -> bool:
-    return rule.file.search(frame.file) is not None and rule.name.fullmatch(frame.name) is not None
+    return rule.file.search(frame.file) is not None and rule.name.fullmatch(frame.bare_name) is not None
 
 
-def _public(frames: Sequence[Frame], at: Frame) -> str:
+def _outermost_in_file(frames: Sequence[Frame], at: Frame) -> str:
     """The outermost of functions of one file that call each other: the one that the script called."""
-    name = at.name
+    name = at.bare_name
     for frame in frames[frames.index(at) :]:
         if frame.file == at.file:
-            name = frame.name
+            name = frame.bare_name
         elif not frame.file.endswith("c10d_logger.py"):
             break
     return name
 
 
-def _beyond_waiting(frames: Sequence[Frame]) -> Frame | None:
+def _caller_of_wait(frames: Sequence[Frame]) -> Frame | None:
     """The caller of Python's own wait functions."""
-    return next((frame for frame in frames if not _WAITING.search(frame.file)), None)
+    return next((frame for frame in frames if not _PYTHON_WAIT_FILES.search(frame.file)), None)
 
 
-def _serves(frames: Sequence[Frame]) -> bool:
-    caller = _beyond_waiting(frames)
-    return caller is None or _SERVING.search(caller.file) is not None
+def _serves_other_threads(frames: Sequence[Frame]) -> bool:
+    caller = _caller_of_wait(frames)
+    return caller is None or _SERVICE_THREAD_FILES.search(caller.file) is not None
 
 
-def _by_source(frames: Sequence[Frame], beside: FactsBesideStack) -> StackLocation | None:
+def _locate_by_source(frames: Sequence[Frame], beside: FactsBesideStack) -> StackLocation | None:
     """A method written in C, by the line that calls it: a thread that waits in one has released the GIL.
 
     Whose `wait` that is cannot be told: a collective's, a store's. The name tells it from what torch's frames say.
     """
-    if not beside.source or beside.gil:
+    if not beside.source_line or beside.holds_gil:
         return None
-    if beside.group and beside.idle and (call := _WAIT_CALL.search(beside.source)):
+    if beside.has_process_group and beside.idle and (call := _WAIT_CALL.search(beside.source_line)):
         return StackLocation("collective", f"{call[1] or 'object'}.wait")
-    if beside.cuda and _DEVICE_CALL.search(beside.source):
+    if beside.uses_cuda and _DEVICE_CALL.search(beside.source_line):
         return StackLocation("device", script_place(frames))
     return None

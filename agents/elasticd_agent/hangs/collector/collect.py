@@ -34,13 +34,13 @@ from elasticd_agent.system.gpus.nvml import start_nvml_process
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.helper_process import HelperError, HelperTimeout
 
-SPARE_PART = 0.2
+RESERVED_TIME_SHARE = 0.2
 """Programs are given up this part of the time before its end, which leaves time for faulthandler and the report."""
-SAMPLE_S = 0.2
+CPU_SAMPLE_S = 0.2
 """Over how long the use of the processor is measured: a busy thread has had many turns by then."""
-IDLE_SHARE = 0.1
+IDLE_CPU_SHARE = 0.1
 """A share of the sample. A rank that waits in gloo uses nothing; an OpenMP pool spins for the first 0.1 s of a wait."""
-SOURCE_S = 0.2
+SOURCE_READ_TIMEOUT_S = 0.2
 LOG_GRACE_S = 0.5
 """Logs, read in milliseconds, may take this much longer than all else."""
 FLIGHT_S, FLIGHT_PART = 0.6, 0.25
@@ -49,12 +49,12 @@ One that runs has all of the time."""
 NCCL_S, NCCL_PART = 1.0, 0.1
 """NCCL's monitor thread reads its pipe four times a second (docs/nccl.md), or in an interval of the user's own. Its RAS
 answers in milliseconds, or waits for a process that is stopped: that one is found without it."""
-MOST_LAUNCHES = 16
+MOST_LAUNCH_COUNTS = 16
 CHILDREN, CHILDREN_S = 16, 1.0
 """The stacks of at most this many processes below a worker are read, too, one after the other: 40 ms each."""
 
 
-class Collection:
+class EvidenceGathering:
     """The work of one helper process. `emit` sends the agent one JSON object: fields of a RankEvidence, by its "rank",
     or of the NodeEvidence."""
 
@@ -63,20 +63,21 @@ class Collection:
         self._emit = emit
         self._began = time.monotonic()
         self._until = self._began + request.seconds
-        self._spare_s = SPARE_PART * request.seconds
+        self._spare_s = RESERVED_TIME_SHARE * request.seconds
 
     def run(self) -> None:
         """Returns when all is done, or at the deadline."""
-        first, logs, others = [], [], [self._start(self._gpus, {}), self._start(self._ras, {})]
+        first, logs = [], []
+        others = [self._start_thread(self._collect_gpu_facts, {}), self._start_thread(self._collect_ras_counts, {})]
         for worker in self._request.ranks:
-            first.append(self._start(partial(self._rank, worker), {"rank": worker.rank}))
-            logs.append(self._start(partial(self._log, worker), {}))
-            others.append(self._start(partial(self._flight, worker), {}))
+            first.append(self._start_thread(partial(self._collect_rank, worker), {"rank": worker.rank}))
+            logs.append(self._start_thread(partial(self._collect_log, worker), {}))
+            others.append(self._start_thread(partial(self._collect_recordings, worker), {}))
         self._join(first, self._until)
         self._join(others, self._until)
         self._join(logs, min(self._until, time.monotonic() + LOG_GRACE_S))
 
-    def _start(self, act: Callable[[], None], about: Message) -> threading.Thread:
+    def _start_thread(self, act: Callable[[], None], about: Message) -> threading.Thread:
         """`about` names the rank in the report of a failure."""
 
         def guarded() -> None:
@@ -95,7 +96,7 @@ class Collection:
 
     # --- one rank ---------------------------------------------------------------------------------------------------
 
-    def _rank(self, worker: EvidenceTarget) -> None:
+    def _collect_rank(self, worker: EvidenceTarget) -> None:
         rank, pid = worker.rank, worker.pid
         try:
             pidfd = os.pidfd_open(pid)
@@ -104,21 +105,21 @@ class Collection:
             return
         except OSError:  # a container whose seccomp rules are older than pidfds
             pidfd = -1
-        active, since = facts.run_time_ns(pid), time.monotonic()
-        known = _heartbeat(worker.heartbeat) | facts.process_facts(pid)
+        active, since = facts.runnable_time_ns(pid), time.monotonic()
+        known = _heartbeat_fields(worker.heartbeat) | facts.process_facts(pid)
         self._emit({"rank": rank, **known})
-        dump = self._stacks(worker, pidfd, known.get("state", ""))
+        dump = self._take_stacks(worker, pidfd, known.get("state", ""))
         source = {"rank": rank, "source": dump.source, "trouble": dump.trouble}
         if not dump.threads:
             self._emit(source)
             return
         process = ProcessStacks(pid, known.get("proc", {}).get("comm", ""), dump.threads)
-        located = self._located(worker, dump.threads, known, active, since)
+        located = self._locate(worker, dump.threads, known, active, since)
         self._emit({**source, **located, "processes": [process.to_dict()]})
-        for child in self._children(worker, known):
+        for child in self._stacks_of_children(worker, known):
             self._emit({"rank": rank, "processes": [child.to_dict()]})
 
-    def _stacks(self, worker: EvidenceTarget, pidfd: int, state: str) -> stacks.StackDump:
+    def _take_stacks(self, worker: EvidenceTarget, pidfd: int, state: str) -> stacks.StackDump:
         """The stacks read by py-spy, else by faulthandler. `trouble` keeps why py-spy failed."""
         alive = facts.living_thread(worker.pid)
         if not alive:
@@ -129,7 +130,7 @@ class Collection:
         own = stacks.by_faulthandler(worker.pid, pidfd, worker.stacks, self._until)
         return replace(own, trouble=dump.trouble if own.source else f"{dump.trouble}; {own.trouble}")
 
-    def _located(
+    def _locate(
         self,
         worker: EvidenceTarget,
         threads: Sequence[ThreadStack],
@@ -139,41 +140,43 @@ class Collection:
     ) -> Message:
         """The fields of RankEvidence that say where the rank is. `active`: run times of its threads at `since`."""
         stacks_of = [thread.frames for thread in threads]
-        thread = threads[classify.representative_thread(stacks_of)]
+        thread = threads[classify.representative_thread_index(stacks_of)]
         fds = known.get("proc", {}).get("fds", {}).values()
         cuda = any(target.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for target in fds)
         joined = known.get("collectives", -1) >= 0
-        source = _source(thread.frames)
-        idle = classify.FactsBesideStack(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
+        source = _source_line(thread.frames)
+        idle = classify.FactsBesideStack(
+            idle=True, has_process_group=joined, uses_cuda=cuda, holds_gil=thread.holds_gil, source_line=source
+        )
         located, if_busy = (classify.locate(thread.frames, beside) for beside in (idle, replace(idle, idle=False)))
         # Whether the thread is at work is measured only where it makes a difference.
         if located != if_busy:
-            time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
+            time.sleep(max(0.0, since + CPU_SAMPLE_S - time.monotonic()))
             passed_ns = (time.monotonic() - since) * 1e9
-            now = facts.run_time_ns(worker.pid)
-            if any(ns < 0 or now.get(tid, ns) - ns > IDLE_SHARE * passed_ns for tid, ns in active.items()):
+            now = facts.runnable_time_ns(worker.pid)
+            if any(ns < 0 or now.get(tid, ns) - ns > IDLE_CPU_SHARE * passed_ns for tid, ns in active.items()):
                 located = if_busy
-        if facts.writes_output(known):
-            time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
-            if facts.writes_output(facts.process_facts(worker.pid)):
+        if facts.is_in_output_write(known):
+            time.sleep(max(0.0, since + CPU_SAMPLE_S - time.monotonic()))
+            if facts.is_in_output_write(facts.process_facts(worker.pid)):
                 located = replace(located, where="output")
-        elif facts.reads_input(known, source):
+        elif facts.is_in_input_read(known, source):
             located = replace(located, where="debugger")
         return {
             "where": located.where,
             "function": located.function,
             "place": classify.script_function(thread.frames),
             "stack": digest(thread.frames),
-            "alone": classify.is_alone(stacks_of),
+            "alone": classify.only_first_runs_script(stacks_of),
             "loading": classify.is_loading(threads[0].frames),
         }
 
-    def _children(self, worker: EvidenceTarget, known: Message) -> Iterator[ProcessStacks]:
+    def _stacks_of_children(self, worker: EvidenceTarget, known: Message) -> Iterator[ProcessStacks]:
         """The stacks of Python processes below, DataLoader workers for instance."""
         until = min(self._until - self._spare_s, time.monotonic() + CHILDREN_S)
-        exe = _exe(worker.pid)
+        exe = _executable(worker.pid)
         tree = [process for process in known.get("tree", ()) if process["pid"] != worker.pid]
-        below = [process for process in tree if exe and exe == _exe(process["pid"])]
+        below = [process for process in tree if exe and exe == _executable(process["pid"])]
         for process in below[:CHILDREN]:
             dump = stacks.by_py_spy(self._request.spy, process["pid"], until)
             if dump.threads:
@@ -181,17 +184,17 @@ class Collection:
 
     # --- beside it --------------------------------------------------------------------------------------------------
 
-    def _log(self, worker: EvidenceTarget) -> None:
+    def _collect_log(self, worker: EvidenceTarget) -> None:
         if worker.logs:
             self._emit({"rank": worker.rank, "log": disk.last_lines(worker.logs)})
 
-    def _flight(self, worker: EvidenceTarget) -> None:
+    def _collect_recordings(self, worker: EvidenceTarget) -> None:
         if procfs.state(worker.pid) in ("", "T", "t"):
             return
         request = flight.request_dump(worker.heartbeat) if worker.heartbeat and worker.flight else flight.NO_REQUEST
         until = self._nccl_until()
-        if worker.pipe and worker.dump and (dump := flight.nccl_dump(worker.pipe, worker.dump, until)):
-            self._keep(f"rank-{worker.rank}.nccl", dump)
+        if worker.pipe and worker.dump and (dump := flight.take_nccl_dump(worker.pipe, worker.dump, until)):
+            self._write_file(f"rank-{worker.rank}.nccl", dump)
         if not (worker.heartbeat and worker.flight):
             return
         until = min(self._until, time.monotonic() + max(FLIGHT_S, FLIGHT_PART * self._request.seconds))
@@ -200,7 +203,7 @@ class Collection:
         if recorded is None:
             self._emit({"rank": worker.rank, "late": True})
         elif recorded:
-            self._keep(f"rank-{worker.rank}.flight.json", recorded)
+            self._write_file(f"rank-{worker.rank}.flight.json", recorded)
             recording = recordings.parse(json.loads(recorded))
             if recording is not None:
                 groups = [tail.to_dict() for tail in recording.tails()]
@@ -209,19 +212,19 @@ class Collection:
     def _nccl_until(self) -> float:
         return min(self._until, time.monotonic() + max(NCCL_S, NCCL_PART * self._request.seconds))
 
-    def _keep(self, name: str, content: bytes) -> None:
-        disk.write(os.path.join(self._request.directory, name), content)
+    def _write_file(self, name: str, content: bytes) -> None:
+        disk.write_atomically(os.path.join(self._request.directory, name), content)
 
-    def _ras(self) -> None:
+    def _collect_ras_counts(self) -> None:
         if self._request.ras:
             from elasticd_agent.hangs.collector.ras_client import unchanged_counts  # it takes sockets
 
             ranks = {worker.pid: worker.rank for worker in self._request.ranks}
             found = unchanged_counts(self._request.ras, ranks, self._nccl_until())
             for pid, counts in found.items():
-                self._emit({"rank": ranks[pid], "launches": [count.to_dict() for count in counts[:MOST_LAUNCHES]]})
+                self._emit({"rank": ranks[pid], "launches": [count.to_dict() for count in counts[:MOST_LAUNCH_COUNTS]]})
 
-    def _gpus(self) -> None:
+    def _collect_gpu_facts(self) -> None:
         if self._request.nvml is None:
             return
         began, deadline = time.monotonic(), self._until - self._spare_s
@@ -242,7 +245,7 @@ class Collection:
         self._emit(facts)
 
 
-def _heartbeat(path: FilePath | None) -> Message:
+def _heartbeat_fields(path: FilePath | None) -> Message:
     if not path:
         return {}
     try:
@@ -259,18 +262,18 @@ def _heartbeat(path: FilePath | None) -> Message:
     }
 
 
-def _source(frames: tuple[Frame, ...]) -> str:
+def _source_line(frames: tuple[Frame, ...]) -> str:
     """The innermost frame's line, read in a thread: the script may be on a file system that hangs."""
     lines: list[str] = []
     if frames:
         frame = frames[0]
         thread = threading.Thread(target=lambda: lines.append(linecache.getline(frame.file, frame.line)), daemon=True)
         thread.start()
-        thread.join(SOURCE_S)
+        thread.join(SOURCE_READ_TIMEOUT_S)
     return lines[0].strip() if lines else ""
 
 
-def _exe(pid: int) -> str:
+def _executable(pid: int) -> str:
     try:
         return os.readlink(f"/proc/{pid}/exe")
     except OSError:

@@ -18,18 +18,18 @@ from pathlib import Path
 
 from elasticd_agent.hangs.collector.request import FilePath, PublishRequest
 
-PART = ".part"
-LOG_LINES = 200
-LOG_BYTES = 64 << 10
+PART_SUFFIX = ".part"
+MAX_LOG_LINES = 200
+MAX_LOG_BYTES = 64 << 10
 """The part of a log's end that is read: 200 lines of 320 characters."""
-LINE_LIMIT = 2000
-_ROUND = re.compile(r"round-([1-9][0-9]*)")
-_CHUNK = 1 << 30
+MAX_LINE_BYTES = 2000
+_ROUND_NAME = re.compile(r"round-([1-9][0-9]*)")
+_MAX_FILE_BYTES = 1 << 30
 
 
-def write(path: str, content: bytes) -> None:
+def write_atomically(path: str, content: bytes) -> None:
     """Make or replace the file atomically. Raises OSError, and leaves no part of it on a disk that is full."""
-    part = f"{path}{PART}"
+    part = f"{path}{PART_SUFFIX}"
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         left = memoryview(content)
@@ -61,10 +61,10 @@ def last_lines(paths: Sequence[FilePath]) -> list[str]:
     parts = []
     for path in dict.fromkeys(paths):
         try:
-            data = read_plain_file(path, LOG_BYTES, tail=True)
+            data = read_plain_file(path, MAX_LOG_BYTES, tail=True)
         except OSError as error:
             data = f"[elasticd: not read: {error.strerror or error}]".encode()
-        lines = [line[:LINE_LIMIT].decode("utf-8", "replace") for line in data.splitlines()[-LOG_LINES:]]
+        lines = [line[:MAX_LINE_BYTES].decode("utf-8", "replace") for line in data.splitlines()[-MAX_LOG_LINES:]]
         parts += [(path, lines)] if lines else []
     return parts[0][1] if len(parts) == 1 else [line for path, lines in parts for line in (f"==> {path} <==", *lines)]
 
@@ -74,19 +74,19 @@ def publish(request: PublishRequest) -> None:
     final = Path(request.final)
     make_private_directory(final)
     if request.source:
-        for path in _files(Path(request.source)):
-            write(str(final / path.name), read_plain_file(str(path), _CHUNK))
+        for path in _complete_files(Path(request.source)):
+            write_atomically(str(final / path.name), read_plain_file(str(path), _MAX_FILE_BYTES))
     if request.file is not None:
         name, text = request.file
-        write(str(final / name), text.encode("utf-8", "surrogateescape"))
+        write_atomically(str(final / name), text.encode("utf-8", "surrogateescape"))
     if request.rounds > 0:
-        rotate(final, request.rounds)
+        remove_old_rounds(final, request.rounds)
 
 
-def _files(source: Path) -> list[Path]:
+def _complete_files(source: Path) -> list[Path]:
     """Complete files, the small ones first: there may be no time for a flight recording."""
     with os.scandir(source) as listing:
-        entries = [e for e in listing if e.is_file(follow_symlinks=False) and not e.name.endswith(PART)]
+        entries = [e for e in listing if e.is_file(follow_symlinks=False) and not e.name.endswith(PART_SUFFIX)]
         return [Path(entry.path) for entry in sorted(entries, key=lambda entry: entry.stat().st_size)]
 
 
@@ -111,13 +111,13 @@ def make_private_directory(directory: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, f"{directory} is no directory")
 
 
-def rotate(final: Path, rounds: int) -> list[Path]:
+def remove_old_rounds(final: Path, rounds: int) -> list[Path]:
     """Remove the directories of `final`'s name of all but the newest `rounds` rounds that have one. Returns those."""
-    if _ROUND.fullmatch(final.parent.name) is None:
+    if _ROUND_NAME.fullmatch(final.parent.name) is None:
         return []
     have = {}
     for name in os.listdir(final.parent.parent):
-        round_name = _ROUND.fullmatch(name)
+        round_name = _ROUND_NAME.fullmatch(name)
         path = final.parent.parent / name / final.name
         if round_name is not None and path.is_dir() and not path.is_symlink():
             have[int(round_name[1])] = path

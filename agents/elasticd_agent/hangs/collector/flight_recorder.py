@@ -14,7 +14,7 @@ from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.collector.request import FilePath
 
-LIMIT = 64 << 20
+MAX_DUMP_BYTES = 64 << 20
 """20,000 entries with stacks are some 20 MB."""
 POLL_S = 0.01
 _PICKLE_END = b"."
@@ -50,23 +50,23 @@ def await_dump(beat: FilePath, request: DumpRequest, path: FilePath, until: floa
                 if time.monotonic() >= (last if runs else until):
                     return None if runs else b""
                 time.sleep(POLL_S)
-        return disk.read_plain_file(path, LIMIT)
+        return disk.read_plain_file(path, MAX_DUMP_BYTES)
     except (OSError, WireError):
         return b""
 
 
-def nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
+def take_nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
     """The dump that NCCL writes to `dump` when a byte comes through `pipe`, else an older one; b"" if there is none."""
-    before = _changed(dump)
+    before = _mtime_ns(dump)
     if _poke_pipe(pipe):
-        while time.monotonic() < until and (_changed(dump) == before or not _content(dump).endswith(_PICKLE_END)):
+        while time.monotonic() < until and (_mtime_ns(dump) == before or not _read_dump(dump).endswith(_PICKLE_END)):
             time.sleep(POLL_S)
-    return _content(dump)
+    return _read_dump(dump)
 
 
-def _content(path: FilePath) -> bytes:
+def _read_dump(path: FilePath) -> bytes:
     try:
-        return disk.read_plain_file(path, LIMIT)
+        return disk.read_plain_file(path, MAX_DUMP_BYTES)
     except OSError:  # it does not exist yet
         return b""
 
@@ -84,7 +84,7 @@ def _poke_pipe(pipe: FilePath) -> bool:
         os.close(fd)
 
 
-def _changed(path: FilePath) -> int:
+def _mtime_ns(path: FilePath) -> int:
     try:
         return os.stat(path).st_mtime_ns
     except OSError:

@@ -14,11 +14,23 @@ from elasticd_agent.system.processes import procfs
 MOST_THREADS = 256
 MOST_FDS = 256
 MOST_PROCESSES = 64
-_KEPT = ("FDSize", "VmPeak", "VmRSS", "VmSwap", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed_list")
-_COUNTED = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+_STATUS_FIELDS = (
+    "FDSize",
+    "VmPeak",
+    "VmRSS",
+    "VmSwap",
+    "SigPnd",
+    "ShdPnd",
+    "SigBlk",
+    "SigIgn",
+    "SigCgt",
+    "Cpus_allowed_list",
+)
+_SWITCH_FIELDS = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
-# From asm/unistd.h: the calls a stuck process is usually found in. The first argument of those in _OF_FD is an fd.
-_CALLS = {
+# From asm/unistd.h: the calls a stuck process is usually found in. The first argument of those in _FD_SYSCALLS is a
+# descriptor.
+_SYSCALL_NAMES = {
     "x86_64": {
         0: "read", 1: "write", 7: "poll", 16: "ioctl", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev",
         23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg",
@@ -33,7 +45,7 @@ _CALLS = {
         203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
     },
 }  # fmt: skip
-_OF_FD = (
+_FD_SYSCALLS = (
     "read", "write", "ioctl", "pread64", "pwrite64", "readv", "writev", "connect", "accept", "accept4", "sendto",
     "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync", "fdatasync", "epoll_wait", "epoll_pwait",
 )  # fmt: skip
@@ -50,31 +62,31 @@ def process_facts(pid: int) -> dict[str, Any]:
     ]
     fds = procfs.fd_targets(pid, MOST_FDS)
     call = syscall(pid, fds)
-    known = dict(_pairs(f"/proc/{pid}/status"))
+    known = dict(_read_pairs(f"/proc/{pid}/status"))
     proc: dict[str, Any] = {
         "comm": stat.comm,
         "syscall": call,
         "cpu_s": round(stat.cpu_s, 2),
         "tree_cpu_s": round(sum(member.cpu_s for member in tree), 2),
-        "io": {name: int(value) for name, value in _pairs(f"/proc/{pid}/io") if value.isdecimal()},
-        "status": {name: known[name] for name in _KEPT if name in known},
-        "switches": {name: int(known[name]) for name in _COUNTED if known.get(name, "").isdecimal()},
-        "cgroup": _text(f"/proc/{pid}/cgroup").split(),
-        "threads": [_thread(pid, tid) for tid in procfs.tids(pid)[:MOST_THREADS]],
+        "io": {name: int(value) for name, value in _read_pairs(f"/proc/{pid}/io") if value.isdecimal()},
+        "status": {name: known[name] for name in _STATUS_FIELDS if name in known},
+        "switches": {name: int(known[name]) for name in _SWITCH_FIELDS if known.get(name, "").isdecimal()},
+        "cgroup": _read_text(f"/proc/{pid}/cgroup").split(),
+        "threads": [_thread_facts(pid, tid) for tid in procfs.tids(pid)[:MOST_THREADS]],
         "fds": fds,
     }
     return {
         "pid": pid,
         "state": stat.state,
         "wchan": wchan(pid),
-        "call": _in_words(call),
-        "kernel": _text(f"/proc/{pid}/stack").splitlines(),
-        "tree": [_process(member) for member in tree[:MOST_PROCESSES]],
+        "call": _describe_syscall(call),
+        "kernel": _read_text(f"/proc/{pid}/stack").splitlines(),
+        "tree": [_tree_process_facts(member) for member in tree[:MOST_PROCESSES]],
         "proc": {name: value for name, value in proc.items() if value not in ("", [], {}, None)},
     }
 
 
-def _in_words(call: Mapping[str, Any]) -> str:
+def _describe_syscall(call: Mapping[str, Any]) -> str:
     """ "read of /job/data.bin" """
     name = call.get("name") or (f"system call {call['number']}" if call else "")
     return f"{name} of {call['target']}" if call.get("target") else name
@@ -82,25 +94,25 @@ def _in_words(call: Mapping[str, Any]) -> str:
 
 def wchan(pid: int) -> str:
     """The kernel function the process sleeps in; "" for none, or without the right to know."""
-    function = _text(f"/proc/{pid}/wchan")
+    function = _read_text(f"/proc/{pid}/wchan")
     return "" if function == "0" else function
 
 
 def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
     """The system call the main thread is in, with what its descriptor points to."""
-    fields = _text(f"/proc/{pid}/syscall").split()
+    fields = _read_text(f"/proc/{pid}/syscall").split()
     if len(fields) < 2 or not fields[0].isdecimal():
         return {}
     number = int(fields[0])
-    name = _CALLS.get(platform.machine(), {}).get(number, "")
+    name = _SYSCALL_NAMES.get(platform.machine(), {}).get(number, "")
     call: dict[str, Any] = {"number": number, "name": name, "arguments": fields[1:7]}
-    if name in _OF_FD:
+    if name in _FD_SYSCALLS:
         fd = str(int(fields[1], 16))
         call |= {"fd": int(fd), "target": fds.get(fd, "")}
     return call
 
 
-def writes_output(facts: dict[str, Any]) -> bool:
+def is_in_output_write(facts: dict[str, Any]) -> bool:
     """True if the main thread is in a write to standard output or error, and that is a pipe or a terminal."""
     call = facts.get("proc", {}).get("syscall", {})
     # A named pipe's target is a path like that of a file, which may be on a file system that hangs.
@@ -110,7 +122,7 @@ def writes_output(facts: dict[str, Any]) -> bool:
     return call.get("name") in ("write", "writev") and call.get("fd") in (1, 2) and unread
 
 
-def reads_input(facts: dict[str, Any], source: str) -> bool:
+def is_in_input_read(facts: dict[str, Any], source: str) -> bool:
     """True if the main thread reads its standard input; of readline's call /proc only shows that it is that one."""
     call = facts.get("proc", {}).get("syscall", {})
     if call.get("name") in ("read", "readv"):
@@ -120,41 +132,43 @@ def reads_input(facts: dict[str, Any], source: str) -> bool:
 
 def living_thread(pid: int) -> int:
     """A living thread of the process, the main one if that lives; 0 if the process only waits to be reaped."""
-    states = ((tid, _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")[2].strip()[:1]) for tid in procfs.tids(pid))
+    states = (
+        (tid, _read_text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")[2].strip()[:1]) for tid in procfs.tids(pid)
+    )
     return next((tid for tid, state in states if state not in ("Z", "X", "")), 0)
 
 
-def run_time_ns(pid: int) -> dict[int, int]:
+def runnable_time_ns(pid: int) -> dict[int, int]:
     """The time for which the main thread, and autograd's ("pt_autograd_0"), ran or waited for a processor, by thread.
 
     /proc/PID/task/TID/schedstat: run, wait, slices. -1 without that file.
     """
     times_ns = {}
     for tid in procfs.tids(pid):
-        if tid == pid or _text(f"/proc/{pid}/task/{tid}/comm").startswith("pt_autograd"):
-            fields = _text(f"/proc/{pid}/task/{tid}/schedstat").split()
+        if tid == pid or _read_text(f"/proc/{pid}/task/{tid}/comm").startswith("pt_autograd"):
+            fields = _read_text(f"/proc/{pid}/task/{tid}/schedstat").split()
             times_ns[tid] = int(fields[0]) + int(fields[1]) if len(fields) == 3 else -1
     return times_ns
 
 
-def _thread(pid: int, tid: int) -> dict[str, Any]:
+def _thread_facts(pid: int, tid: int) -> dict[str, Any]:
     at = f"/proc/{pid}/task/{tid}"
-    fields = _text(f"{at}/stat").rpartition(")")
+    fields = _read_text(f"{at}/stat").rpartition(")")
     comm = fields[0].partition("(")[2]
-    facts = {"tid": tid, "comm": comm, "state": fields[2].strip()[:1], "wchan": _text(f"{at}/wchan")}
+    facts = {"tid": tid, "comm": comm, "state": fields[2].strip()[:1], "wchan": _read_text(f"{at}/wchan")}
     return {name: value for name, value in facts.items() if value not in ("", "0")}
 
 
-def _process(one: procfs.Stat) -> dict[str, Any]:
+def _tree_process_facts(one: procfs.Stat) -> dict[str, Any]:
     facts = {"pid": one.pid, "parent": one.parent, "comm": one.comm, "state": one.state, "wchan": wchan(one.pid)}
     return facts | {"threads": one.threads, "cpu_s": round(one.cpu_s, 2)}
 
 
-def _pairs(path: str) -> Iterator[tuple[str, str]]:
-    for line in _text(path).splitlines():
+def _read_pairs(path: str) -> Iterator[tuple[str, str]]:
+    for line in _read_text(path).splitlines():
         name, _, value = line.partition(":")
         yield name, value.strip()
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     return procfs.read(path, 1 << 16).decode("utf-8", "replace").strip()

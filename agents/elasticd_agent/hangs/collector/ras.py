@@ -16,23 +16,23 @@ from typing import Any
 
 from elasticd_agent.model.reports import LaunchCount
 
-OPERATIONS = ("AllReduce", "Broadcast", "Reduce", "AllGather", "ReduceScatter")
+COUNTED_OPERATIONS = ("AllReduce", "Broadcast", "Reduce", "AllGather", "ReduceScatter")
 """All ranks of a communicator launch them equally often. Others are made of messages between two ranks."""
-_ANY = "collective"
+_ANY_OPERATION = "collective"
 """NCCL 2.24 and 2.25 give one count for all."""
-_MOST = 1 << 62
-_COMMUNICATOR = re.compile(r"#\d+-\d+ \(([0-9a-f]{1,16})\)")
-_DIFFERENT = re.compile(r"  Communicator ranks have different (\w+) (?:operation )?")
-_COUNT = re.compile(r"  \d+ ranks have (?:launched up to operation (\d{1,18})|not launched any operations)$")
-_ONE = re.compile(
+_MAX_COUNT = 1 << 62
+_COMMUNICATOR_LINE = re.compile(r"#\d+-\d+ \(([0-9a-f]{1,16})\)")
+_DIFFERENCE_LINE = re.compile(r"  Communicator ranks have different (\w+) (?:operation )?")
+_COUNT_LINE = re.compile(r"  \d+ ranks have (?:launched up to operation (\d{1,18})|not launched any operations)$")
+_RANK_COUNT_LINE = re.compile(
     r"  Rank \d+ has (?:launched up to operation (\d{1,18})|not launched any operations)"
     r" -- GPU .{1,60} managed by process (\d{1,10}) on node (\S+)$"
 )
-_RANK = re.compile(r"  Rank \d+ -- GPU .{1,60} managed by process (\d{1,10}) on node (\S+)$")
+_RANK_LINE = re.compile(r"  Rank \d+ -- GPU .{1,60} managed by process (\d{1,10}) on node (\S+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessCount:
+class ProcessLaunchCount:
     """A process of a communicator, and what it has launched there."""
 
     host: str  #: the address of its node
@@ -40,7 +40,7 @@ class ProcessCount:
     count: LaunchCount
 
 
-def parse(answer: bytes) -> list[ProcessCount]:
+def parse_differences(answer: bytes) -> list[ProcessLaunchCount]:
     """Find the operations of which ranks of a communicator have launched different numbers."""
     text = answer.decode("utf-8", "replace")
     start = text.find("{\n")
@@ -49,16 +49,16 @@ def parse(answer: bytes) -> list[ProcessCount]:
             data = json.loads(text[start:])
         except (ValueError, RecursionError):
             return []
-        return list(_of_json(data)) if isinstance(data, dict) else []
-    return list(_of_text(text))
+        return list(_parse_json(data)) if isinstance(data, dict) else []
+    return list(_parse_text(text))
 
 
-def _of_json(data: Mapping[str, Any]) -> Iterator[ProcessCount]:
+def _parse_json(data: Mapping[str, Any]) -> Iterator[ProcessLaunchCount]:
     for communicator in _objects(data.get("communicators")):
         # The hash alone is not unique.
         name = f"{communicator.get('hash')}:{communicator.get('secondary_hash')}"[:80].removeprefix("0x")
-        ranks = [rank for rank in _objects(communicator.get("ranks")) if _runs(rank)]
-        for operation in OPERATIONS:
+        ranks = [rank for rank in _objects(communicator.get("ranks")) if _is_initialized(rank)]
+        for operation in COUNTED_OPERATIONS:
             counted = [(rank, count) for rank in ranks if (count := _count(rank, operation)) is not None]
             most = max((count for _, count in counted), default=0)
             if all(count == most for _, count in counted):
@@ -66,14 +66,14 @@ def _of_json(data: Mapping[str, Any]) -> Iterator[ProcessCount]:
             for rank, count in counted:
                 host, pid = rank.get("host"), rank.get("pid")
                 if isinstance(host, str) and isinstance(pid, int) and pid > 0:
-                    yield ProcessCount(host, pid, LaunchCount(name, operation, count, most))
+                    yield ProcessLaunchCount(host, pid, LaunchCount(name, operation, count, most))
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-def _runs(rank: Mapping[str, Any]) -> bool:
+def _is_initialized(rank: Mapping[str, Any]) -> bool:
     """It is neither being made nor torn down: others may be ahead with that."""
     status = rank.get("status")
     if not isinstance(status, dict) or status.get("init_state") != 0:
@@ -84,28 +84,30 @@ def _runs(rank: Mapping[str, Any]) -> bool:
 def _count(rank: Mapping[str, Any], operation: str) -> int | None:
     counts = rank.get("collective_counts")
     count = counts.get(operation) if isinstance(counts, dict) else None
-    return count if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _MOST else None
+    return count if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _MAX_COUNT else None
 
 
-def _of_text(text: str) -> Iterator[ProcessCount]:
+def _parse_text(text: str) -> Iterator[ProcessLaunchCount]:
     """Read the sections of communicators, and in each those of operations, which have the most frequent count first."""
     name = operation = ""
     found: list[tuple[str, int, int]] = []  # (host, pid, count)
     most = count = 0
     for line in [*text.splitlines(), "#"]:
-        section, different = _COMMUNICATOR.match(line), _DIFFERENT.match(line)
+        section, different = _COMMUNICATOR_LINE.match(line), _DIFFERENCE_LINE.match(line)
         if section or different or line.startswith("#"):
-            yield from (ProcessCount(host, pid, LaunchCount(name, operation, of, most)) for host, pid, of in found)
+            yield from (
+                ProcessLaunchCount(host, pid, LaunchCount(name, operation, of, most)) for host, pid, of in found
+            )
             found, most, operation = [], 0, ""
         if section:
             name = section[1]
-        elif different and name and different[1] in (*OPERATIONS, _ANY):
+        elif different and name and different[1] in (*COUNTED_OPERATIONS, _ANY_OPERATION):
             operation = different[1]
-        elif operation and (together := _COUNT.match(line)):
+        elif operation and (together := _COUNT_LINE.match(line)):
             count = int(together[1] or 0)
             most = max(most, count)
-        elif operation and (alone := _ONE.match(line)):
+        elif operation and (alone := _RANK_COUNT_LINE.match(line)):
             most = max(most, int(alone[1] or 0))
             found.append((alone[3], int(alone[2]), int(alone[1] or 0)))
-        elif operation and (one := _RANK.match(line)):
+        elif operation and (one := _RANK_LINE.match(line)):
             found.append((one[2], int(one[1]), count))

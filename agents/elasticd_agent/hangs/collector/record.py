@@ -67,7 +67,7 @@ class RankEvidence(Record):
     log: tuple[str, ...] = ()  #: the last lines, where output goes to files
 
     @property
-    def main(self) -> ThreadStack | None:
+    def main_thread(self) -> ThreadStack | None:
         return next((thread for process in self.processes[:1] for thread in process.threads), None)
 
     @property

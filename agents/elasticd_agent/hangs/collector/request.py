@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elasticd.channel import Message
 
-VERDICT = "verdict.json"
+VERDICT_FILE = "verdict.json"
 
 FilePath = str | Path
 
@@ -47,7 +47,7 @@ class CollectRequest:
     ras: int = 0  #: the port of NCCL's RAS on this machine's loopback; 0: there is none
 
     @classmethod
-    def of(cls, data: Message) -> CollectRequest:
+    def from_message(cls, data: Message) -> CollectRequest:
         ranks = tuple(EvidenceTarget(**{**target, "logs": tuple(target["logs"])}) for target in data["ranks"])
         return cls(**{**data, "ranks": ranks})
 

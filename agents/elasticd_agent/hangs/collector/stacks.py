@@ -29,14 +29,16 @@ NOT_PERMITTED = (
 )
 FIRST_TRY_PART, FIRST_TRY_S = 0.5, 2.0
 """The first py-spy may take this part of the time if that is long enough for a busy machine. The rest is for more."""
-FAULTHANDLER_S = 2.0
+FAULTHANDLER_TIMEOUT_S = 2.0
 """faulthandler writes a hundred threads in a few milliseconds, once the process gets a processor for the signal."""
-TEXT_LIMIT = 4 << 20
+MAX_TEXT_BYTES = 4 << 20
 MOST_THREADS, MOST_FRAMES = 256, 512
 """The limits of one process and of one thread."""
-_HANDLER_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
-_HANDLER_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_OUTERMOST = ("<module>", "_run_module_as_main")
+_FAULTHANDLER_THREAD_LINE = re.compile(
+    r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):"
+)
+_FAULTHANDLER_FRAME_LINE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_MAIN_OUTERMOST_FUNCTIONS = ("<module>", "_run_module_as_main")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def by_py_spy(program: str, pid: int, until: float, tid: int = 0) -> StackDump:
             except (ValueError, KeyError, TypeError) as error:
                 trouble = f"the output of py-spy cannot be decoded: {error}"
         else:
-            trouble = error_line(ran.stderr)
+            trouble = py_spy_error_line(ran.stderr)
             if trouble == NOT_PERMITTED:
                 break
     return StackDump(trouble=trouble)
@@ -96,9 +98,9 @@ def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -
 
     `pidfd` refers to the process, so that no other one gets the signal should it end now.
     """
-    if pidfd < 0 or path is None or not catches(pid, STACKS_SIGNAL):
+    if pidfd < 0 or path is None or not handles_signal(pid, STACKS_SIGNAL):
         return StackDump(trouble="the process does not handle the signal for faulthandler")
-    until = min(until, time.monotonic() + FAULTHANDLER_S)
+    until = min(until, time.monotonic() + FAULTHANDLER_TIMEOUT_S)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -111,7 +113,7 @@ def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -
             last, size = size, os.fstat(fd).st_size
             if size > before and size == last:
                 break
-        text = os.pread(fd, TEXT_LIMIT, before).decode("utf-8", "replace")
+        text = os.pread(fd, MAX_TEXT_BYTES, before).decode("utf-8", "replace")
     except OSError as error:
         return StackDump(trouble=f"the signal for faulthandler failed: {error.strerror}")
     finally:
@@ -126,15 +128,15 @@ def from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
     """faulthandler's text -> threads. It begins with the newest thread and does not mark the main one."""
     stacks: list[tuple[str, str, list[Frame]]] = []
     for line in text.splitlines():
-        if thread := _HANDLER_THREAD.fullmatch(line):
+        if thread := _FAULTHANDLER_THREAD_LINE.fullmatch(line):
             stacks.append((thread[2] or "", f"0x{thread[1].lstrip('0')}", []))
-        elif stacks and (frame := _HANDLER_FRAME.fullmatch(line)):
+        elif stacks and (frame := _FAULTHANDLER_FRAME_LINE.fullmatch(line)):
             stacks[-1][2].append(Frame(frame[3], frame[1], int(frame[2]) if frame[2].isdecimal() else 0))
     threads = [ThreadStack(name, tid, tuple(frames)) for name, tid, frames in reversed(stacks)]
-    return tuple(sorted(threads, key=lambda t: not (t.frames and t.frames[-1].function in _OUTERMOST)))
+    return tuple(sorted(threads, key=lambda t: not (t.frames and t.frames[-1].function in _MAIN_OUTERMOST_FUNCTIONS)))
 
 
-def catches(pid: int, signum: int) -> bool:
+def handles_signal(pid: int, signum: int) -> bool:
     """True if the process has a handler for the signal: without one the signal would end it."""
     for line in procfs.read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"SigCgt:"):
@@ -142,7 +144,7 @@ def catches(pid: int, signum: int) -> bool:
     return False
 
 
-def error_line(output: str) -> str:
+def py_spy_error_line(output: str) -> str:
     """py-spy's error output in one line."""
     if "permission denied" in output.lower():
         return NOT_PERMITTED

@@ -75,7 +75,12 @@ def _stack_group(group: StackGroup) -> dict[str, Any]:
             "state": thread.state or None,
             "below": None if process is group.first.processes[0] else str(process),
             "frames": [
-                {"function": f.function, "file": f.path, "line": f.line or None, "library": f.library or None}
+                {
+                    "function": f.function,
+                    "file": f.path_in_library,
+                    "line": f.line or None,
+                    "library": f.library or None,
+                }
                 for f in thread.frames
             ],
         }

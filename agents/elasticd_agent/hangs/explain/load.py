@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from elasticd.errors import WireError
 from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector.record import NodeEvidence, ProcessFacts, RankEvidence
-from elasticd_agent.hangs.collector.request import VERDICT
+from elasticd_agent.hangs.collector.request import VERDICT_FILE
 from elasticd_agent.hangs.explain import phrases
 from elasticd_agent.hangs.explain.event_log import RunLog, ends_job
 from elasticd_agent.hangs.explain.flight import compare
@@ -73,7 +73,7 @@ def explain(
     one; `verdict`: where it may not have been written yet.
     """
     reader = _Reader(folder)
-    judged = verdict or reader.document(RecordedVerdict, VERDICT)
+    judged = verdict or reader.document(RecordedVerdict, VERDICT_FILE)
     reader.read_evidence()
     reader.read_reports(judged)
     taken_at, why = (
@@ -114,7 +114,7 @@ def explain(
 
 def verdict_in(folder: EvidenceFolder) -> RecordedVerdict | None:
     """The verdict in the folder, if it can be read."""
-    return _Reader(folder).document(RecordedVerdict, VERDICT)
+    return _Reader(folder).document(RecordedVerdict, VERDICT_FILE)
 
 
 def ending(events: Path | None) -> str:
@@ -226,8 +226,8 @@ def _stack_groups(ranks: Sequence[RankFacts]) -> tuple[StackGroup, ...]:
     """Ranks by where their main threads are; the culprits' first, then the smaller groups: those differ."""
     by_place: dict[object, list[tuple[RankFacts, ThreadStack]]] = defaultdict(list)
     for rank in ranks:
-        if rank.main is not None:
-            by_place[place_key(rank.main)].append((rank, rank.main))
+        if rank.main_thread is not None:
+            by_place[place_key(rank.main_thread)].append((rank, rank.main_thread))
     most = max((len(group) for group in by_place.values()), default=0)
     groups = [
         StackGroup(tuple(rank.rank for rank, _ in group), *group[0], differs=len(group) < most)
@@ -250,7 +250,7 @@ def _missing(evidence: Sequence[NodeEvidence], ranks: Sequence[RankFacts]) -> It
     else:
         for node, numbers in sorted(away.items()):
             yield f"no evidence of {name_ranks(numbers)} is here: look in the log directory on {node or 'its node'}"
-    bare = [rank for rank in ranks if rank.rank in here and rank.main is None]
+    bare = [rank for rank in ranks if rank.rank in here and rank.main_thread is None]
     if bare:
         why = "; ".join(sorted({rank.trouble for rank in bare if rank.trouble})[:3])
         yield f"no stacks of {name_ranks([rank.rank for rank in bare])}" + (f": {why}" if why else "")

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd_agent.hangs.collector.request import VERDICT
+from elasticd_agent.hangs.collector.request import VERDICT_FILE
 from elasticd_agent.system import bounded_io as files
 
 _ROUND = re.compile(r"round-([1-9][0-9]{0,9})")
@@ -29,7 +29,7 @@ class EvidenceFolder:
 
     @property
     def has_verdict(self) -> bool:
-        return VERDICT in self.names
+        return VERDICT_FILE in self.names
 
     @property
     def is_dump(self) -> bool:

@@ -159,10 +159,12 @@ def _gil_holder(rank: RankFacts) -> str:
     holder = next((thread for thread in rank.threads if thread.holds_gil), None)
     if holder is None:
         return ""
-    if holder is rank.main and not (rank.culprit and rank.state in ("S", "D")):
+    if holder is rank.main_thread and not (rank.culprit and rank.state in ("S", "D")):
         return ""
-    own = holder.own or next(iter(holder.frames), None)
-    return f"thread {holder.label!r} holds Python's lock (GIL)" + (f", in {own.function} ({own.at})" if own else "")
+    own = holder.script_frame or next(iter(holder.frames), None)
+    return f"thread {holder.label!r} holds Python's lock (GIL)" + (
+        f", in {own.function} ({own.path_and_line})" if own else ""
+    )
 
 
 def _usage(rank: RankFacts) -> str:

@@ -220,12 +220,12 @@ def _row(group: Sequence[RankFacts]) -> tuple[str, ...]:
 
 def _place(rank: RankFacts) -> str:
     """ "all_reduce (train.py:44)"; where that is a library's, the script's own call that led there, too."""
-    main = rank.main
-    own = main.own if main is not None else None
+    main = rank.main_thread
+    own = main.script_frame if main is not None else None
     inner = next(iter(main.frames), None) if main is not None else None
-    text = rank.function or (f"{inner.function} ({inner.at})" if inner is not None else rank.barrier or "?")
-    if own is not None and own.base not in text:
-        text += f" from {own.function} ({own.at})"
+    text = rank.function or (f"{inner.function} ({inner.path_and_line})" if inner is not None else rank.barrier or "?")
+    if own is not None and own.basename_and_line not in text:
+        text += f" from {own.function} ({own.path_and_line})"
     if rank.where not in ("collective", "device", "init", "barrier"):
         return text
     return f"{rank.where}: {text}" if text != "?" else rank.where
@@ -272,7 +272,7 @@ def _threads(group: StackGroup, blamed: bool) -> list[str]:
     shown, processes = [("main thread", group.main)], group.first.processes
     for process in processes if blamed else ():
         below = "" if process is processes[0] else f" of {process}"
-        own = [thread for thread in process.threads if thread is not group.main and thread.own is not None]
+        own = [thread for thread in process.threads if thread is not group.main and thread.script_frame is not None]
         shown += [(f"thread {thread.label}{below}", thread) for thread in own]
     lines = [line for name, thread in shown[:6] for line in _thread(name, thread, alone=len(shown) == 1)]
     hidden = len(group.first.threads) - len(shown[:6])
@@ -293,7 +293,7 @@ def _thread(name: str, thread: ThreadStack, alone: bool) -> list[str]:
 
 
 def _frame(frame: Frame) -> str:
-    return f"{frame.function}  {frame.at}"
+    return f"{frame.function}  {frame.path_and_line}"
 
 
 def _recorders(explained: Explanation, width: int) -> list[str]:
