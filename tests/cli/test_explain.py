@@ -44,7 +44,7 @@ def explain(*argv: str, cwd: Path = HERE) -> subprocess.CompletedProcess[str]:
 
 
 def explained(directory: Path, events: Path | None = None) -> Explanation:
-    place = finding.choose_folder(finding.find_folders(directory))
+    place = finding.choose_default_folder(finding.find_folders(directory))
     assert place is not None
     return reading.explain(place, events)
 
@@ -241,7 +241,7 @@ def test_node_without_verdict_uses_event_log(evidence: Path) -> None:
     log = evidence.parents[1] / "events.jsonl"
     judge = explained(evidence, log)
     assert judge.headline.startswith("round 1 hung, and rank 2 is at fault: rank 2 on node-a (step ")
-    assert [rank.rank for rank in judge.blamed] == [2]
+    assert [rank.rank for rank in judge.blamed_ranks] == [2]
     log.write_text("".join(line for line in log.read_text().splitlines(True) if '"kind": "hang_detected"' not in line))
     other = explained(evidence, log)  # every node has the Round, only the planner's has the verdict
     assert (other.kind, other.aftermath.resumed) == ("hang", (1, 20))

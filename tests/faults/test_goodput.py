@@ -218,5 +218,5 @@ def test_one_figure_for_the_recovery_of_two_nodes(nodes: StartNodes, tmp_path: P
         page = merge_progress([summarize(logs[agent], "ab"[agents.index(agent)], time.time()) for agent in order], {})
         assert page is not None and page.rounds[-1].lost_seconds == round(seconds, 3)
     lines = [line for agent in (other, leads) for line in agent.events()]
-    assert RunLog.of(lines, 1, 0.0).aftermath().recovery_s == seconds
+    assert RunLog.run_with_round(lines, 1, 0.0).aftermath().recovery_s == seconds
     assert both.enough() == [0, 0]

@@ -220,7 +220,7 @@ def _evidence(logs: Path, data: bytes) -> None:
     before = file.read_bytes()
     file.write_bytes(content)
     try:
-        place = locate.choose_folder(locate.find_folders(logs))
+        place = locate.choose_default_folder(locate.find_folders(logs))
         if place is not None:
             explained = load.explain(place, logs / "events.jsonl")
             json.dumps(document(explained), allow_nan=False)

@@ -99,10 +99,10 @@ def _request_dump(agent: LocalRun, out: Path | None, *, as_json: bool) -> int:
 
 
 def _print_evidence(path: Path, node: str, *, as_json: bool) -> int:
-    place = finding.choose_folder(finding.find_folders(path))
+    place = finding.choose_default_folder(finding.find_folders(path))
     if place is None:
         return _print_failure(f"the agent reports evidence in {path}, where there is none")
-    print_explanation(reading.explain(place, here=node), as_json=as_json)
+    print_explanation(reading.explain(place, default_node=node), as_json=as_json)
     return 0
 
 

@@ -15,7 +15,7 @@ from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.model import Explanation
-from elasticd_agent.hangs.explain.text import WIDTH, page
+from elasticd_agent.hangs.explain.text import DEFAULT_WIDTH, page
 from elasticd_agent.system import bounded_io as files
 
 READ_TIMEOUT_S = 30.0
@@ -44,14 +44,14 @@ def _explain_or_list(args: argparse.Namespace, directory: Path) -> int:
         )
     if args.list:
         return _print_folders(folders, directory)
-    place = finding.choose_folder(folders)
+    place = finding.choose_default_folder(folders)
     if args.round is not None:
-        place = finding.choose_folder([folder for folder in folders if folder.round == args.round])
+        place = finding.choose_default_folder([folder for folder in folders if folder.round == args.round])
         if place is None and folders:
             rounds = ", ".join(str(number) for number in sorted({folder.round for folder in folders}))
             return _print_nothing_found(f"no evidence of round {args.round} in {directory}; there is some of: {rounds}")
     if place is None:
-        ended = reading.ending(args.event_log or _find_event_log(None, directory))
+        ended = reading.describe_job_end(args.event_log or _find_event_log(None, directory))
         return _print_nothing_found(f"no evidence in {directory}: no hang was suspected here{ended}")
     print_explanation(
         reading.explain(place, args.event_log or _find_event_log(place, directory), folders), as_json=args.json
@@ -64,7 +64,7 @@ def print_explanation(explained: Explanation, *, as_json: bool) -> None:
     if as_json:
         text = json.dumps(document(explained), indent=2, ensure_ascii=False) + "\n"
     else:
-        columns = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+        columns = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if sys.stdout.isatty() else DEFAULT_WIDTH
         text = page(explained, max(_NARROWEST, min(columns, _WIDEST)))
     print(text, end="", flush=True)
 
@@ -74,9 +74,9 @@ def _print_folders(found: Sequence[finding.EvidenceFolder], directory: Path) -> 
     if not found:
         return _print_nothing_found(f"no evidence in {directory}")
     for place in found:
-        verdict = reading.verdict_in(place)
+        verdict = reading.read_verdict(place)
         cause = f" ({verdict.cause[:40]})" if verdict is not None else ""
-        print(f"round {place.round or '?'}  {place.what}{cause}  {place.path}")
+        print(f"round {place.round or '?'}  {place.reason_in_words}{cause}  {place.path}")
     return 0
 
 
@@ -87,7 +87,7 @@ def _print_nothing_found(why: str) -> int:
 
 def _find_event_log(place: finding.EvidenceFolder | None, directory: Path) -> Path | None:
     """The event log, if it has one of its usual names in the log directory."""
-    above = place.logs if place is not None else None
+    above = place.log_dir if place is not None else None
     for folder in dict.fromkeys([above or directory, directory]):
         for name in EVENT_LOG_NAMES:
             if (folder / name).is_file():

@@ -183,7 +183,9 @@ class GroupObserver:
     heartbeat_files: Sequence[Path]
     worker_event_files: Sequence[Path]
     read_state: Callable[[int], str] = procfs.state_or_exiting
-    read_usage: Callable[[Sequence[int], int], Mapping[int, TreeUsage]] = field(default_factory=lambda: UsageReader().read)
+    read_usage: Callable[[Sequence[int], int], Mapping[int, TreeUsage]] = field(
+        default_factory=lambda: UsageReader().read
+    )
     earlier_event_readers: Sequence[WorkerEventReader] = ()
     """The readers of the group before: its last save may still be written."""
     _pids: tuple[int, ...] = ()

@@ -160,15 +160,15 @@ class LocalJobs:
 
         def work() -> Answer:
             folders, log = locate.find_folders(where), events if events.is_file() else None
-            place = locate.choose_folder([folder for folder in folders if round in (None, folder.round)])
+            place = locate.choose_default_folder([folder for folder in folders if round in (None, folder.round)])
             if place is None:
                 some = ", ".join(str(number) for number in sorted({folder.round for folder in folders}))
                 which = (
                     "" if round is None else f" of round {round}" + (f"; there is evidence of: {some}" if some else "")
                 )
-                error = f"no evidence{which}: no hang was suspected here{load.ending(log)}"
+                error = f"no evidence{which}: no hang was suspected here{load.describe_job_end(log)}"
                 return {"node": self.node, "error": error}
-            explained = load.explain(place, log, folders, here=self.node)
+            explained = load.explain(place, log, folders, default_node=self.node)
             return {
                 "node": self.node,
                 "path": str(place.path),

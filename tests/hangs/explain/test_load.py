@@ -165,10 +165,10 @@ def test_culprit_that_waits_in_another_group() -> None:
         1, "missed_collective", (RankLocation("a", 0, 0),), "rank 0 has issued fewer", "restart", 1.0, 1.0
     )
     hung = Explanation(1, "hang", "here", "it hung", ranks=(RankFacts(0, culprit=True), RankFacts(1)), verdict=verdict)
-    told = " ".join(page(replace(hung, flight=tuple(compared(*ranks)))).split())
+    told = " ".join(page(replace(hung, group_comparisons=tuple(compared(*ranks)))).split())
     assert "but rank 0 waits in tp (group 1) for rank 1, which has not issued #8 all_reduce of 3×4 float there" in told
     ranks = [[entry(60)], [entry(61, done=False)]]
-    told = page(replace(hung, flight=tuple(compared(*ranks))))
+    told = page(replace(hung, group_comparisons=tuple(compared(*ranks))))
     assert "\nbut " not in told
 
 
@@ -210,13 +210,13 @@ def test_run_is_the_last_one_that_had_the_round_in_time() -> None:
     ]
 
     def times(round: int, at: float) -> list[float]:
-        return [line.wall for line in RunLog.of(log, round, at).lines]
+        return [line.wall for line in RunLog.run_with_round(log, round, at).lines]
 
     first = [1000.0, 1001.0, 1100.0, 1101.0, 1200.0]
     assert times(2, 0) == times(1, 1150.0) == first
     assert times(1, 0) == times(1, 2050.0) == [2000.0, 2100.0]
     assert times(9, 0) == []
-    assert set(RunLog.of(log, 2, 0).node_by_rank()) == {2}
+    assert set(RunLog.run_with_round(log, 2, 0).node_by_rank()) == {2}
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_run_is_the_last_one_that_had_the_round_in_time() -> None:
     ],
 )
 def test_kernel_functions_in_words(functions: list[str], what: str) -> None:
-    found = phrases.waits_for(functions)
+    found = phrases.kernel_wait_target(functions)
     assert what in found
     assert bool(what) == bool(found)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from elasticd_agent.model.reports import RecordedVerdict
 
-SUMMARY_S = 2.0
+SUMMARY_TIMEOUT_S = 2.0
 """Reading takes some milliseconds; a dead file system must not delay the end of a job."""
 
 
-def summary_lines(directory: Path, verdict: RecordedVerdict | None = None, seconds: float = SUMMARY_S) -> list[str]:
+def summary_lines(
+    directory: Path, verdict: RecordedVerdict | None = None, seconds: float = SUMMARY_TIMEOUT_S
+) -> list[str]:
     """The evidence at or below `directory` in at most 12 lines, for the console; none within `seconds`: no lines.
 
     `verdict`: it may not be on disk yet.
@@ -23,7 +25,7 @@ def summary_lines(directory: Path, verdict: RecordedVerdict | None = None, secon
     from elasticd_agent.system import bounded_io
 
     def read() -> list[str]:
-        folder = locate.choose_folder(locate.find_folders(directory))
+        folder = locate.choose_default_folder(locate.find_folders(directory))
         return text.summary(load.explain(folder, verdict=verdict)) if folder is not None else []
 
     try:

@@ -15,10 +15,10 @@ from elasticd_agent.model import log_events as events
 from elasticd_agent.model.log_events import LogEvent, LogLine, decode
 from elasticd_agent.model.reports import RankLocation, RecordedVerdict
 
-_CLOCKS_S = 60.0
+_MAX_CLOCK_SKEW_S = 60.0
 """The clocks of two nodes may differ by this much; a larger difference means another run."""
 
-_E = TypeVar("_E", bound=LogEvent)
+_Event = TypeVar("_Event", bound=LogEvent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class RunLog:
     round: int
 
     @classmethod
-    def of(cls, lines: Sequence[Mapping[str, Any]], round: int, at: float) -> RunLog:
+    def run_with_round(cls, lines: Sequence[Mapping[str, Any]], round: int, at: float) -> RunLog:
         """The last run in a log whose `round` began before `at`, unix time (0: any)."""
         readable = list(filter(None, map(decode, lines)))
-        start, end = _span(readable, round, at)
+        start, end = _run_span(readable, round, at)
         run = readable[start:end]
         job = next((line.job for line in reversed(run) if line.event.round == round), None)
         return cls(tuple(line for line in run if line.job == job), round)
@@ -75,14 +75,14 @@ class RunLog:
         why, action, seconds = event.reason, event.action, event.seconds
         return RecordedVerdict(self.round, event.cause, culprits, why, action, seconds, wall)
 
-    def restart_reason(self) -> str:
+    def hang_restart_reason(self) -> str:
         """The reason why the round was ended, which the next Round says on every node; "" unless that was a hang."""
         for event in self._events(events.RoundPublishedEvent, self.round + 1):
             if event.cause == "hung":
                 return event.reason.partition("; restart ")[0]
         return ""
 
-    def members(self) -> list[str]:
+    def member_nodes(self) -> list[str]:
         """The nodes of the round."""
         return [node for event in self._events(events.RoundPublishedEvent)[:1] for node in event.nodes]
 
@@ -96,20 +96,20 @@ class RunLog:
             for rank in event.ranks
         }
 
-    def _events(self, kind: type[_E], round: int | None = None) -> list[_E]:
+    def _events(self, kind: type[_Event], round: int | None = None) -> list[_Event]:
         """The events of one kind, of the round in question or another one."""
         number = self.round if round is None else round
         return [line.event for line in self.lines if isinstance(line.event, kind) and line.event.round == number]
 
 
-def _span(lines: Sequence[LogLine], round: int, at: float) -> tuple[int, int]:
+def _run_span(lines: Sequence[LogLine], round: int, at: float) -> tuple[int, int]:
     """The run's lines: from behind the job end before the last one that publishes `round` in time, to the next end."""
     published = [
         i
         for i, line in enumerate(lines)
         if isinstance(line.event, events.RoundPublishedEvent) and line.event.round == round
     ]
-    in_time = [i for i in published if not at or lines[i].wall <= at + _CLOCKS_S] or published
+    in_time = [i for i in published if not at or lines[i].wall <= at + _MAX_CLOCK_SKEW_S] or published
     if not in_time:
         return 0, len(lines)
     ends = [i for i, line in enumerate(lines) if ends_job(line.event)]

@@ -16,7 +16,7 @@ MOST_GROUPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class IssuedCollective:
+class NumberedCollective:
     """One collective as a rank issued it."""
 
     number: int
@@ -33,10 +33,10 @@ class GroupComparison:
     """One process group, all ranks that have a recording."""
 
     group: str
-    last: Mapping[int, IssuedCollective | None]  #: the last collective that each rank issued
-    pending: Mapping[int, IssuedCollective]  #: the first one of each rank that was not finished
+    last: Mapping[int, NumberedCollective | None]  #: the last collective that each rank issued
+    pending: Mapping[int, NumberedCollective]  #: the first one of each rank that was not finished
     missing: tuple[int, ...] = ()  #: the ranks that are behind, unless they wait themselves
-    waiting_for: IssuedCollective | None = None  #: the first collective that those have not issued
+    waiting_for: NumberedCollective | None = None  #: the first collective that those have not issued
     differing: Mapping[str, tuple[int, ...]] | None = None
     """At the first number at which ranks issued different collectives, the ranks by their collective."""
 
@@ -47,38 +47,38 @@ def compare(recorded: Mapping[int, Sequence[GroupTail]]) -> list[GroupComparison
     device = {rank: [tail for tail in tails if tail.backend != "gloo"] for rank, tails in known.items()}
     known = {rank: tails for rank, tails in device.items() if tails} or known
     names = sorted({tail.group for tails in known.values() for tail in tails if tail.last})
-    groups = [_compare(name, known) for name in names]
+    groups = [_compare_group(name, known) for name in names]
     groups.sort(key=lambda group: (group.differing is None and not group.missing, not group.pending))
     return groups[:MOST_GROUPS]
 
 
-def _compare(name: str, recorded: Mapping[int, Sequence[GroupTail]]) -> GroupComparison:
+def _compare_group(name: str, recorded: Mapping[int, Sequence[GroupTail]]) -> GroupComparison:
     members = {rank: tail for rank, tails in recorded.items() for tail in tails if tail.group == name}
     if name == DEFAULT_GROUP:  # every rank is in it; one that has recorded nothing there is behind
         members = {rank: members.get(rank, GroupTail(name, 0)) for rank in recorded}
     reached = {rank: tail.last for rank, tail in members.items()}
     least, most = min(reached.values()), max(reached.values())
     missing = tuple(rank for rank in sorted(reached) if reached[rank] == least < most and not members[rank].pending)
-    first_missing = next(filter(None, (_issued(tail, least + 1) for tail in members.values())), None)
+    first_missing = next(filter(None, (_collective_of_number(tail, least + 1) for tail in members.values())), None)
     return GroupComparison(
         name,
-        {rank: _issued(tail, tail.last) for rank, tail in members.items()},
-        {rank: first for rank, tail in members.items() if (first := _issued(tail, tail.pending))},
+        {rank: _collective_of_number(tail, tail.last) for rank, tail in members.items()},
+        {rank: first for rank, tail in members.items() if (first := _collective_of_number(tail, tail.pending))},
         missing,
         first_missing if missing else None,
-        _differing(members),
+        _first_difference(members),
     )
 
 
-def _issued(tail: GroupTail, number: int) -> IssuedCollective | None:
+def _collective_of_number(tail: GroupTail, number: int) -> NumberedCollective | None:
     kind = dict(tail.kinds).get(number)
     if kind is None:
         return None
     operation, _, sizes = kind.partition(" of ")
-    return IssuedCollective(number, operation, sizes, done=not 0 < tail.pending <= number)
+    return NumberedCollective(number, operation, sizes, done=not 0 < tail.pending <= number)
 
 
-def _differing(members: Mapping[int, GroupTail]) -> dict[str, tuple[int, ...]] | None:
+def _first_difference(members: Mapping[int, GroupTail]) -> dict[str, tuple[int, ...]] | None:
     for number in sorted({number for tail in members.values() for number, _ in tail.kinds}):
         ranks: dict[str, list[int]] = defaultdict(list)
         for rank, tail in sorted(members.items()):
@@ -86,5 +86,5 @@ def _differing(members: Mapping[int, GroupTail]) -> dict[str, tuple[int, ...]] |
                 ranks[comparable_kind(kind, tail.backend)].append(rank)
         if len(ranks) > 1:
             common = sorted(ranks.values(), key=lambda group: -len(group))
-            return {str(_issued(members[group[0]], number)): tuple(group) for group in common}
+            return {str(_collective_of_number(members[group[0]], number)): tuple(group) for group in common}
     return None

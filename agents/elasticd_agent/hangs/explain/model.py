@@ -15,7 +15,7 @@ from elasticd_agent.model.codec import MOST_SECONDS
 from elasticd_agent.model.phrases import listing, plural, ranges
 from elasticd_agent.model.reports import RecordedVerdict
 
-EvidenceKind = Literal["hang", "suspicion", "dump"]
+ExplanationKind = Literal["hang", "suspicion", "dump"]
 """A group was found hung; was suspected, and resumed or has not been judged; was dumped on request."""
 
 
@@ -39,12 +39,12 @@ class RankFacts(RankEvidence):
 
 @dataclass(frozen=True, slots=True)
 class StackGroup:
-    """Ranks whose main threads are at the same place. `differs`: more ranks are at another one."""
+    """Ranks whose main threads are at the same place. `is_minority`: more ranks are at another one."""
 
     ranks: tuple[int, ...]
-    first: RankFacts
-    main: ThreadStack
-    differs: bool
+    first_rank: RankFacts
+    main_thread: ThreadStack
+    is_minority: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Aftermath:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     round: int
-    kind: EvidenceKind
+    kind: ExplanationKind
     directory: str
     headline: str
     job: str = ""
@@ -82,15 +82,15 @@ class Explanation:
     verdict: RecordedVerdict | None = None
     ranks: tuple[RankFacts, ...] = ()
     stack_groups: tuple[StackGroup, ...] = ()
-    waiting: tuple[str, ...] = ()
-    flight: tuple[GroupComparison, ...] = ()
+    wait_sentences: tuple[str, ...] = ()
+    group_comparisons: tuple[GroupComparison, ...] = ()
     gpus: tuple[GpuFacts, ...] = ()
     aftermath: Aftermath = Aftermath()
     troubles: tuple[str, ...] = ()  #: the parts that are missing or could not be read
-    others: tuple[str, ...] = ()
+    other_folders: tuple[str, ...] = ()
 
     @property
-    def blamed(self) -> tuple[RankFacts, ...]:
+    def blamed_ranks(self) -> tuple[RankFacts, ...]:
         return tuple(rank for rank in self.ranks if rank.culprit)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from elasticd_agent.hangs.explain.model import EvidenceKind, RankFacts, name_ranks
+from elasticd_agent.hangs.explain.model import ExplanationKind, RankFacts, name_ranks
 from elasticd_agent.model.phrases import count, is_are
 from elasticd_agent.model.reports import RecordedVerdict
 
@@ -27,13 +27,13 @@ STATE_NAMES = {
     "I": "idle",
 }
 _ODD_STATES = (("T", "stopped"), ("Z", "a zombie"))
-_WAITS = {
+_WAIT_PHRASES = {
     "collective": "wait in a collective",
     "device": "wait for the device",
     "init": "wait for the process group to be made",
     "barrier": "wait at a barrier",
 }
-_KERNEL = (
+_KERNEL_WAITS = (
     # The particular ones come first: below them in a kernel stack there is always a general one.
     (("pipe_", "fifo_", "wait_for_partner", "anon_pipe"), "a pipe or FIFO: its other end is closed or idle"),
     (("nfs", "rpc_"), "an NFS server"),
@@ -49,26 +49,26 @@ _KERNEL = (
     (("hrtimer_nanosleep", "do_nanosleep", "clock_nanosleep"), "time to pass: it sleeps"),
 )
 """Kernel functions, by how their names begin -> what a process in one of them waits for."""
-_USUAL = tuple(what for _, what in _KERNEL[-4:])
+_USUAL_KERNEL_WAITS = tuple(what for _, what in _KERNEL_WAITS[-4:])
 """The usual waits of a rank that waits for others: not worth a remark."""
-_BUSY = 10.0
+_BUSY_CPU_PERCENT = 10.0
 """Per cent of a CPU: a rank that uses more counts as working in the verdict's rules."""
 
 
 def headline(
-    number: int, kind: EvidenceKind, verdict: RecordedVerdict | None, ranks: Sequence[RankFacts], reason: str
+    number: int, kind: ExplanationKind, verdict: RecordedVerdict | None, ranks: Sequence[RankFacts], reason: str
 ) -> str:
     """The outcome in one sentence. `reason`: another node's verdict, or else why there was a suspicion."""
     which = f"round {number}" if number else "the group"
     if verdict is not None:
         hung = "may have hung" if verdict.action == "report" else "hung"
-        return f"{which} {hung}, and {_blamed(verdict)}: {verdict.why or 'no reason is given'}"
+        return f"{which} {hung}, and {_describe_culprits(verdict)}: {verdict.why or 'no reason is given'}"
     if kind == "dump":
         return f"{which}: {_dump_headline(ranks)}"
     if kind == "hang":
         return f"{which} hung: {reason}"
     because = f" ({reason})" if reason else ""
-    return f"{which} was suspected of hanging{because}, and no verdict is here: {_guess(ranks)}"
+    return f"{which} was suspected of hanging{because}, and no verdict is here: {_guess_culprits(ranks)}"
 
 
 def _dump_headline(ranks: Sequence[RankFacts]) -> str:
@@ -82,7 +82,7 @@ def _dump_headline(ranks: Sequence[RankFacts]) -> str:
     return f"a dump of a running group: what {count(len(ranks), 'rank')} did{at}"
 
 
-def _blamed(verdict: RecordedVerdict) -> str:
+def _describe_culprits(verdict: RecordedVerdict) -> str:
     """Say which ranks the verdict blames, and on which nodes."""
     culprits = verdict.culprits
     if not culprits:
@@ -92,7 +92,7 @@ def _blamed(verdict: RecordedVerdict) -> str:
     return f"{name_ranks([culprit.rank for culprit in culprits])}{on} {is_are(culprits)} at fault"
 
 
-def _guess(ranks: Sequence[RankFacts]) -> str:
+def _guess_culprits(ranks: Sequence[RankFacts]) -> str:
     """The ranks that differ, by facts alone."""
     alive = [rank for rank in ranks if not rank.exited]
     for state, words in _ODD_STATES:
@@ -105,7 +105,7 @@ def _guess(ranks: Sequence[RankFacts]) -> str:
     if len(behind) < len(counts):
         return f"{name_ranks(behind)} {is_are(behind)} behind the others"
     outside = [rank.rank for rank in alive if rank.where == "elsewhere"]
-    if outside and any(rank.where in _WAITS for rank in alive):
+    if outside and any(rank.where in _WAIT_PHRASES for rank in alive):
         return f"{name_ranks(outside)} {is_are(outside)} not where the others wait"
     return "no rank stands out"
 
@@ -121,10 +121,10 @@ def describe_waits(ranks: Sequence[RankFacts]) -> tuple[str, ...]:
         elif rank.where:
             groups[rank.where, rank.function, rank.barrier].append(rank.rank)
     ordered = sorted(groups.items(), key=lambda one: (-len(one[1]), one[1]))
-    return tuple(f"{name_ranks(group)} {_wait(place, group)}" for place, group in ordered)
+    return tuple(f"{name_ranks(group)} {_describe_wait(place, group)}" for place, group in ordered)
 
 
-def _wait(place: tuple[str, str, str], group: Sequence[int]) -> str:
+def _describe_wait(place: tuple[str, str, str], group: Sequence[int]) -> str:
     """Say where a group of ranks waits, after the names of the ranks."""
     where, function, barrier = place
     if where == "exited":
@@ -133,9 +133,9 @@ def _wait(place: tuple[str, str, str], group: Sequence[int]) -> str:
         return f"{is_are(group)} stopped"
     if where == "Z":
         return "is a zombie" if len(group) == 1 else "are zombies"
-    if where not in _WAITS:
+    if where not in _WAIT_PHRASES:
         return f"{is_are(group)} outside any collective" + (f", in {function}" if function else "")
-    verb = _WAITS[where] if len(group) > 1 else _WAITS[where].replace("wait", "waits", 1)
+    verb = _WAIT_PHRASES[where] if len(group) > 1 else _WAIT_PHRASES[where].replace("wait", "waits", 1)
     at = f" {barrier!r}" if where == "barrier" and barrier else ""
     return f"{verb}{at}" + (f" ({function})" if function else "")
 
@@ -173,30 +173,30 @@ def _usage(rank: RankFacts) -> str:
     if rank.window_s <= 0 or rank.cpu_s < 0:
         return ""
     share = 100 * rank.cpu_s / rank.window_s
-    if not rank.culprit and share < _BUSY:
+    if not rank.culprit and share < _BUSY_CPU_PERCENT:
         return ""
-    moved = f", {_bytes(rank.io_bytes)} read and written" if rank.io_bytes > 0 else ", no I/O"
+    moved = f", {_format_bytes(rank.io_bytes)} read and written" if rank.io_bytes > 0 else ", no I/O"
     return f"used {share:.0f} % of a CPU over {rank.window_s:.1f} s, children included{moved}"
 
 
 def _kernel_wait(rank: RankFacts) -> str:
     """The place of the main thread in the kernel, if that is unusual or the rank is blamed."""
-    what = waits_for([rank.wchan, *rank.kernel])
+    what = kernel_wait_target([rank.wchan, *rank.kernel])
     at = ", ".join(part for part in (rank.call, rank.wchan) if part)
     remarkable = rank.culprit or rank.state == "D"
-    if what and (remarkable or what not in _USUAL):
+    if what and (remarkable or what not in _USUAL_KERNEL_WAITS):
         return f"in the kernel, waiting for {what}" + (f" ({at})" if at else "")
     return f"in the kernel ({at})" if at and remarkable else ""
 
 
-def waits_for(functions: Sequence[str]) -> str:
+def kernel_wait_target(functions: Sequence[str]) -> str:
     """The thing that a process in these kernel functions waits for, "" if that is not known."""
     # A kernel stack's line is "[<0>] nfs_wait_on_request+0x4c/0x70 [nfs]".
     names = [function.removeprefix("[<0>] ").lstrip("_") for function in functions]
-    return next((what for starts, what in _KERNEL if any(name.startswith(starts) for name in names)), "")
+    return next((what for starts, what in _KERNEL_WAITS if any(name.startswith(starts) for name in names)), "")
 
 
-def _bytes(size: float) -> str:
+def _format_bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"

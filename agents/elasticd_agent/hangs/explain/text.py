@@ -29,11 +29,11 @@ from elasticd_agent.hangs.explain.phrases import STATE_NAMES
 from elasticd_agent.hangs.stacks import Frame, ThreadStack
 from elasticd_agent.model.phrases import count, has_have, visible
 
-WIDTH = 110
-SUMMARY_LINES = 12
+DEFAULT_WIDTH = 110
+MAX_SUMMARY_LINES = 12
 MAX_ROWS = 16
 """More ranks share rows where they do the same."""
-_LOG_SHOWN = 8
+_LOG_LINES_SHOWN = 8
 _MOST_STACKS = 8
 _GPU_FACTS = (
     ("utilization_percent", "busy", " %"),
@@ -45,39 +45,39 @@ _GPU_FACTS = (
 _INDENT = 11
 
 
-def page(explained: Explanation, width: int = WIDTH) -> str:
+def page(explained: Explanation, width: int = DEFAULT_WIDTH) -> str:
     """The whole page, with its last newline."""
-    culprits = [rank for rank in explained.blamed if rank.log]
+    culprits = [rank for rank in explained.blamed_ranks if rank.log]
     parts = [
         _wrap(_capital(explained.headline) + ".", width),
         _facts(explained, width),
         _section("RANKS", _table(explained, width)),
-        _section("WAITS", [f"  {_capital(sentence)}." for sentence in explained.waiting]),
+        _section("WAITS", [f"  {_capital(sentence)}." for sentence in explained.wait_sentences]),
         _section("WHAT THE PROCESSES WERE DOING", _remarks(explained, width)),
         _section("STACKS  innermost call first; > is the script's own", _stacks(explained)),
-        _section("FLIGHT RECORDER", _recorders(explained, width)),
+        _section("FLIGHT RECORDER", _flight_recorders(explained, width)),
         _section("GPUS", _gpus(explained, width)),
-        *[_section(f"LAST LINES OF RANK {rank.rank}", _log(rank, width)) for rank in culprits[:3]],
+        *[_section(f"LAST LINES OF RANK {rank.rank}", _last_log_lines(rank, width)) for rank in culprits[:3]],
         _section("NOT HERE", [line for trouble in explained.troubles for line in _wrap(trouble, width, "  ")]),
-        _others(explained, width),
+        _other_folders(explained, width),
     ]
     return "\n\n".join("\n".join(visible(line, "\t\n") for line in part) for part in parts if part) + "\n"
 
 
-def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
-    """The page in at most SUMMARY_LINES lines, for the end of a job after a hang."""
+def summary(explained: Explanation, width: int = DEFAULT_WIDTH) -> list[str]:
+    """The page in at most MAX_SUMMARY_LINES lines, for the end of a job after a hang."""
     lines = _wrap(_capital(explained.headline) + ".", width)[:3]
-    lines += [f"  {_capital(sentence)}." for sentence in explained.waiting[:3]]
-    culprits = {rank.rank for rank in explained.blamed}
+    lines += [f"  {_capital(sentence)}." for sentence in explained.wait_sentences[:3]]
+    culprits = {rank.rank for rank in explained.blamed_ranks}
     for group in explained.stack_groups:
         if culprits.intersection(group.ranks):
-            frames = [shown for shown in fold_frames(group.main) if isinstance(shown, Frame)]
+            frames = [shown for shown in fold_frames(group.main_thread) if isinstance(shown, Frame)]
             lines += [f"  {name_ranks(group.ranks)}: {_frame(frame)}" for frame in frames[:2]]
             break
-    for rank in explained.blamed[:1]:
+    for rank in explained.blamed_ranks[:1]:
         lines += [f"  rank {rank.rank}'s last line: {line.strip()}" for line in rank.log[-1:] if line.strip()]
     more = f"  everything else: elasticd explain {explained.directory}"
-    return [visible(line, "\t\n")[: 2 * width] for line in [*lines[: SUMMARY_LINES - 1], more]]
+    return [visible(line, "\t\n")[: 2 * width] for line in [*lines[: MAX_SUMMARY_LINES - 1], more]]
 
 
 def _facts(explained: Explanation, width: int) -> list[str]:
@@ -86,19 +86,19 @@ def _facts(explained: Explanation, width: int) -> list[str]:
     if verdict is not None:
         rows.append(("cause", verdict.cause + (f": {ADVICE[verdict.cause]}" if verdict.cause in ADVICE else "")))
         if verdict.at_wall:
-            began = _moment(verdict.at_wall - verdict.seen_after_s)
+            began = _format_time(verdict.at_wall - verdict.seen_after_s)
             rows += [
                 ("but", other_wait)
-                for comparison in explained.flight
+                for comparison in explained.group_comparisons
                 if (other_wait := _other_wait(comparison, explained))
             ]
             rows.append(("when", f"stuck since {began}; found hung after {verdict.seen_after_s:.1f} s"))
     if explained.kind == "hang":
-        rows.append(("done", _done(explained)))
+        rows.append(("done", _describe_action(explained)))
     elif explained.taken_at:
-        rows.append(("when", f"taken at {_moment(explained.taken_at)}"))
+        rows.append(("when", f"taken at {_format_time(explained.taken_at)}"))
     if explained.kind == "suspicion":
-        rows.append(("done", _done_without_verdict(explained.aftermath)))
+        rows.append(("done", _describe_action_unjudged(explained.aftermath)))
     if explained.job:
         rows.append(("job", explained.job))
     rows.append(("evidence", explained.directory))
@@ -110,15 +110,15 @@ def _facts(explained: Explanation, width: int) -> list[str]:
 
 def _other_wait(one: GroupComparison, explained: Explanation) -> str:
     """Collectives are counted in the default group only: a culprit may wait for a rank in another group."""
-    waits = [rank.rank for rank in explained.blamed if rank.rank in one.pending]
-    if one.waiting_for is None or not waits or any(rank.rank in one.missing for rank in explained.blamed):
+    waits = [rank.rank for rank in explained.blamed_ranks if rank.rank in one.pending]
+    if one.waiting_for is None or not waits or any(rank.rank in one.missing for rank in explained.blamed_ranks):
         return ""
     lacks, have = name_ranks(one.missing), has_have(one.missing)
     wait = f"{name_ranks(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
     return f"{wait}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
 
 
-def _done_without_verdict(followed: Aftermath) -> str:
+def _describe_action_unjudged(followed: Aftermath) -> str:
     """The consequence of a suspicion: it may have passed, or its verdict is elsewhere; only an event log knows what
     followed."""
     if followed.reason:
@@ -131,7 +131,7 @@ def _done_without_verdict(followed: Aftermath) -> str:
     return f"{known} is not known here: neither a verdict nor an event log is (--event-log FILE)"
 
 
-def _done(explained: Explanation) -> str:
+def _describe_action(explained: Explanation) -> str:
     """Say what was done about the hang, and what followed, as far as the event log knows it."""
     verdict, followed = explained.verdict, explained.aftermath
     if verdict is not None and verdict.action == "report":
@@ -141,7 +141,7 @@ def _done(explained: Explanation) -> str:
     if followed.survivors:
         parts.append(f"processes {', '.join(map(str, followed.survivors))} survived SIGKILL")
     if followed.round:
-        parts.append(_next(followed, max((rank.step for rank in explained.ranks), default=0)))
+        parts.append(_describe_next_round(followed, max((rank.step for rank in explained.ranks), default=0)))
     elif followed.ended:
         parts.append(f"the job has {followed.ended}")
     else:
@@ -149,7 +149,7 @@ def _done(explained: Explanation) -> str:
     return "; ".join(parts)
 
 
-def _next(followed: Aftermath, reached: int) -> str:
+def _describe_next_round(followed: Aftermath, reached: int) -> str:
     """Say which round followed, with what world size, from which checkpoint and after how long."""
     text = f"round {followed.round} followed"
     if followed.world_size:
@@ -167,23 +167,23 @@ def _next(followed: Aftermath, reached: int) -> str:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 _COLUMNS = ("", "rank", "node", "slot", "phase", "step", "issued", "idle", "state", "where it was")
-_RIGHT = (1, 3, 5, 6, 7)
+_RIGHT_ALIGNED = (1, 3, 5, 6, 7)
 
 
 def _table(explained: Explanation, width: int) -> list[str]:
     """The table of ranks: a row each, or shared rows beyond MAX_ROWS."""
     ranks = explained.ranks
-    rows = [_row([rank]) for rank in ranks] if len(ranks) <= MAX_ROWS else _shared(ranks)
+    rows = [_row([rank]) for rank in ranks] if len(ranks) <= MAX_ROWS else _shared_rows(ranks)
     if not rows:
         return []
     cells = [_COLUMNS, *rows]
     # A dump has no slots.
     shown = [i for i, name in enumerate(_COLUMNS) if name != "slot" or any(row[i] for row in rows)]
     widths = {i: max(len(row[i]) for row in cells) for i in shown}
-    return [_line(row, widths)[: max(width, 60) + 40].rstrip() for row in cells]
+    return [_align(row, widths)[: max(width, 60) + 40].rstrip() for row in cells]
 
 
-def _shared(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
+def _shared_rows(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
     """Rows of ranks that do the same; the rank to blame first, then small groups, since the
     exception is what matters.
     """
@@ -214,11 +214,11 @@ def _row(group: Sequence[RankFacts]) -> tuple[str, ...]:
         str(first.collectives) if first.collectives >= 0 else "–",
         f"{max(idle):.1f} s" if idle else "?",
         "ended, 0" if first.exited else state or "?",
-        _place(first),
+        _describe_place(first),
     )
 
 
-def _place(rank: RankFacts) -> str:
+def _describe_place(rank: RankFacts) -> str:
     """ "all_reduce (train.py:44)"; where that is a library's, the script's own call that led there, too."""
     main = rank.main_thread
     own = main.script_frame if main is not None else None
@@ -231,8 +231,10 @@ def _place(rank: RankFacts) -> str:
     return f"{rank.where}: {text}" if text != "?" else rank.where
 
 
-def _line(row: Sequence[str], widths: Mapping[int, int]) -> str:
-    return " " + "  ".join(row[i].rjust(size) if i in _RIGHT else row[i].ljust(size) for i, size in widths.items())
+def _align(row: Sequence[str], widths: Mapping[int, int]) -> str:
+    return " " + "  ".join(
+        row[i].rjust(size) if i in _RIGHT_ALIGNED else row[i].ljust(size) for i, size in widths.items()
+    )
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -251,14 +253,14 @@ def _remarks(explained: Explanation, width: int) -> list[str]:
 
 def _stacks(explained: Explanation) -> list[str]:
     """The stacks by group: ranks with the same stack stand together."""
-    culprits = {rank.rank for rank in explained.blamed}
+    culprits = {rank.rank for rank in explained.blamed_ranks}
     groups = explained.stack_groups
     lines: list[str] = []
     for group in groups[:_MOST_STACKS]:
         blamed = bool(culprits.intersection(group.ranks))
-        differs = " differs" if group.differs and len(groups) > 1 else ""
+        differs = " differs" if group.is_minority and len(groups) > 1 else ""
         alike = differs if len(group.ranks) == 1 else " are identical"
-        lines.append(f"{'>' if blamed else ' '} {name_ranks(group.ranks)}{alike} ({group.first.source})")
+        lines.append(f"{'>' if blamed else ' '} {name_ranks(group.ranks)}{alike} ({group.first_rank.source})")
         lines += _threads(group, blamed)
     if len(groups) > _MOST_STACKS:
         left = [rank for group in groups[_MOST_STACKS:] for rank in group.ranks]
@@ -269,13 +271,15 @@ def _stacks(explained: Explanation) -> list[str]:
 def _threads(group: StackGroup, blamed: bool) -> list[str]:
     """The threads to show: the main one is enough of a rank that only waits; another thread of a culprit may hold what
     that one waits for."""
-    shown, processes = [("main thread", group.main)], group.first.processes
+    shown, processes = [("main thread", group.main_thread)], group.first_rank.processes
     for process in processes if blamed else ():
         below = "" if process is processes[0] else f" of {process}"
-        own = [thread for thread in process.threads if thread is not group.main and thread.script_frame is not None]
+        own = [
+            thread for thread in process.threads if thread is not group.main_thread and thread.script_frame is not None
+        ]
         shown += [(f"thread {thread.label}{below}", thread) for thread in own]
     lines = [line for name, thread in shown[:6] for line in _thread(name, thread, alone=len(shown) == 1)]
-    hidden = len(group.first.threads) - len(shown[:6])
+    hidden = len(group.first_rank.threads) - len(shown[:6])
     return [*lines, f"      and {count(hidden, 'other thread')}"] if hidden else lines
 
 
@@ -296,25 +300,25 @@ def _frame(frame: Frame) -> str:
     return f"{frame.function}  {frame.path_and_line}"
 
 
-def _recorders(explained: Explanation, width: int) -> list[str]:
+def _flight_recorders(explained: Explanation, width: int) -> list[str]:
     """The sentences of the flight recorder for each process group, and the ranks without a recording."""
-    lines = [line for comparison in explained.flight for line in _recorded(comparison, explained, width)]
-    have = {rank for comparison in explained.flight for rank in comparison.last}
+    lines = [line for comparison in explained.group_comparisons for line in _group_lines(comparison, explained, width)]
+    have = {rank for comparison in explained.group_comparisons for rank in comparison.last}
     silent = [rank.rank for rank in explained.ranks if rank.rank not in have and not rank.exited]
     # A rank that is stopped, or holds the GIL, cannot write its recording.
     return [*lines, f"  no recording of {name_ranks(silent)}"] if lines and silent else lines
 
 
-def _recorded(one: GroupComparison, explained: Explanation, width: int) -> list[str]:
+def _group_lines(one: GroupComparison, explained: Explanation, width: int) -> list[str]:
     if explained.kind != "dump":
-        return _flight(one, width)
+        return _comparison_lines(one, width)
     # Ranks that train are read one after the other: a difference of one collective says nothing.
     last = [issued for issued in one.last.values() if issued is not None]
     newest = max(last, key=lambda issued: issued.number, default=None)
     return [f"  {one.group}: last issued {newest}"] if newest is not None else []
 
 
-def _flight(one: GroupComparison, width: int) -> list[str]:
+def _comparison_lines(one: GroupComparison, width: int) -> list[str]:
     """The sentences for one process group: different collectives, missing ranks, or the common last one."""
     lines = []
     if one.differing is not None:
@@ -351,14 +355,14 @@ def _gpus(explained: Explanation, width: int) -> list[str]:
     return lines
 
 
-def _log(rank: RankFacts, width: int) -> list[str]:
-    return [f"  {line.expandtabs(4)[: 2 * width]}" for line in rank.log[-_LOG_SHOWN:]]
+def _last_log_lines(rank: RankFacts, width: int) -> list[str]:
+    return [f"  {line.expandtabs(4)[: 2 * width]}" for line in rank.log[-_LOG_LINES_SHOWN:]]
 
 
-def _others(explained: Explanation, width: int) -> list[str]:
-    if not explained.others:
+def _other_folders(explained: Explanation, width: int) -> list[str]:
+    if not explained.other_folders:
         return []
-    others = ", ".join(explained.others[-12:])
+    others = ", ".join(explained.other_folders[-12:])
     return _wrap(f"There is evidence of other rounds, too: {others}. --round N shows one, --list all.", width)
 
 
@@ -382,11 +386,11 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:].rstrip(".")
 
 
-def _moment(wall: float) -> str:
-    return _at("%Y-%m-%d %H:%M:%S %Z", wall)
+def _format_time(wall: float) -> str:
+    return _strftime("%Y-%m-%d %H:%M:%S %Z", wall)
 
 
-def _at(form: str, wall: float) -> str:
+def _strftime(form: str, wall: float) -> str:
     """A time outside of any calendar is shown as a number."""
     try:
         return time.strftime(form, time.localtime(wall))
@@ -410,13 +414,13 @@ def fold_frames(thread: ThreadStack, most: int = 12) -> list[Frame | FoldedFrame
     for index, frame in enumerate(thread.frames):
         if index == 0 or (not frame.library and left > 0):
             # A single frame takes no more room than the line that says there is one.
-            shown += hidden if len(hidden) < 2 else [_fold(hidden)]
+            shown += hidden if len(hidden) < 2 else [_fold_run(hidden)]
             shown.append(frame)
             hidden, left = [], left - 1
         else:
             hidden.append(frame)
-    return [*shown, _fold(hidden)] if hidden else shown
+    return [*shown, _fold_run(hidden)] if hidden else shown
 
 
-def _fold(frames: Sequence[Frame]) -> FoldedFrames:
+def _fold_run(frames: Sequence[Frame]) -> FoldedFrames:
     return FoldedFrames(len(frames), tuple(dict.fromkeys(frame.library or "the script" for frame in frames)))
