@@ -29,11 +29,11 @@ from elasticd.checkpointing.storage.lineage import (
     highest_round,
     lineage,
     open_verified,
-    walk,
+    walk_lineage,
 )
 from elasticd.checkpointing.storage.manifest import STATE, Manifest, parse
 from elasticd.checkpointing.storage.object_store import BRIEF_PATIENCE_S, RESTORE_PATIENCE_S, store_of
-from elasticd.checkpointing.storage.object_url import shown
+from elasticd.checkpointing.storage.object_url import path_or_url
 from elasticd.errors import CheckpointCorrupt, CheckpointError, ObjectStoreError
 
 SUSPECT_AFTER = 2
@@ -82,7 +82,7 @@ class Choice:
     def placed(self, directory: Path) -> Entry:
         """The chosen checkpoint; in an object store, this node need not have listed it."""
         if (store := store_of(directory)) is not None:
-            store.place(self.name, self.manifest)
+            store.place_manifest(self.name, self.manifest)
         return Entry(directory / self.name, self.manifest)
 
     def to_message(self) -> Message:
@@ -257,10 +257,10 @@ class Chooser:
         in_memory = [state.snapshot for state in whole]
         if self._step is not None:
             known = [*(snapshot.draft.step for snapshot in in_memory), *(entry.manifest.step for entry in on_disk)]
-            mark = retention.went_back(self._directory, self._step)
+            mark = retention.went_back_mark(self._directory, self._step)
             if mark.exists() and max(known, default=-1) >= self._step:
-                where, what = shown(self._directory), f"restore(step={self._step}) has no effect"
-                self.report(f"{what}: {where} went back to it before; rm {shown(mark)} to go again", self._step)
+                where, what = path_or_url(self._directory), f"restore(step={self._step}) has no effect"
+                self.report(f"{what}: {where} went back to it before; rm {path_or_url(mark)} to go again", self._step)
             else:
                 newest, on_disk = None, self.go_back(self._step, on_disk)
         if older := self._older(in_memory[0] if newest else None, in_memory, on_disk):
@@ -286,7 +286,7 @@ class Chooser:
             if not has_other:
                 raise
             self._context.warn("message", f"the state in memory is used: {error}", self._directory)
-            known = walk(self._directory)
+            known = walk_lineage(self._directory)
             return known.entries, known.skipped
         finally:
             store.patience_s = usual_s
@@ -333,7 +333,7 @@ class Chooser:
             self._opened.fd, self._opened.content, self._opened.checksum = fd, content, entry.manifest.checksum
             return Choice(Source.DISK, entry.manifest, entry.path.name)
         if self._skipped:
-            where = shown(self._directory)
+            where = path_or_url(self._directory)
             self.report(f"no checkpoint in {where} can be used, {self._skipped} skipped: training begins anew", None)
         return None
 

@@ -60,7 +60,7 @@ from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.lineage import lineage, open_verified
 from elasticd.checkpointing.storage.manifest import Manifest
 from elasticd.checkpointing.storage.object_store import store_of
-from elasticd.checkpointing.storage.object_url import shown
+from elasticd.checkpointing.storage.object_url import path_or_url
 from elasticd.errors import CheckpointCorrupt, CheckpointError, UsageError
 
 logger = logging.getLogger("elasticd")
@@ -132,7 +132,7 @@ def check_unneeded(context: SaveContext) -> None:
             )
         return {"step": newest.step}
 
-    where = f"{shown(directory)} has a checkpoint"
+    where = f"{path_or_url(directory)} has a checkpoint"
     step = context.channel.on_rank0("unrestored", "whether there is a checkpoint", find)["step"]
     if step:
         what = f"{where} of step {step}, and session.restore() was not called: training begins anew, at step 0"
@@ -179,7 +179,7 @@ class Restore:
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree_on_success(choice, error, notes)
-        self._context.parent = choice.manifest.trained
+        self._context.parent = choice.manifest.trained_as
         if self._context.group.rank == 0:
             self._report_resumed(choice, resumed, donor)
         self._take_over(choice)

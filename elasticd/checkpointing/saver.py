@@ -47,7 +47,7 @@ from elasticd.checkpointing.state.rank_differences import RankState
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.training_state import RandomState, StateDict
 from elasticd.checkpointing.storage.lineage import highest_round, lineage
-from elasticd.checkpointing.storage.object_url import missing_package, resolve, shown
+from elasticd.checkpointing.storage.object_url import missing_package_reason, path_or_url, resolve
 from elasticd.checkpointing.whole_saver import MOST_SENT_BYTES, WholeSaver
 from elasticd.errors import CheckpointRefused, StateDiffers, UsageError
 from elasticd.heartbeat.record import Phase
@@ -105,7 +105,7 @@ class Saver:
                 f"`elasticd submit`), in the script with {caller}(directory=...), or by ELASTICD_CHECKPOINT_DIR"
             )
         path = resolve(chosen)
-        if why := missing_package(path):
+        if why := missing_package_reason(path):
             raise UsageError(f"{caller}(): {why}")
         what = f"the lock of the checkpoint directory {path}"
         self._opens += 1
@@ -138,8 +138,8 @@ class Saver:
         with contextlib.suppress(OSError):
             if (highest := highest_round(path)) > round:
                 raise UsageError(
-                    f"{shown(path)} has checkpoints of round {highest}, and this is round {round} of a launcher that "
-                    "does not know the directory: what is saved now would not be loaded. Give the directory with "
+                    f"{path_or_url(path)} has checkpoints of round {highest}, and this is round {round} of a launcher "
+                    "that does not know the directory: what is saved now would not be loaded. Give the directory with "
                     "--checkpoint-dir, or checkpoint_dir in the job file"
                 )
 

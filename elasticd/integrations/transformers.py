@@ -334,7 +334,7 @@ class _LogHistory:
             lines = _parse_lines(self._path.read_bytes())
         if self._store is not None:
             with suppress(OSError):
-                if stored := _parse_lines(self._store.read(self._NAME) or b""):
+                if stored := _parse_lines(self._store.read_small_file(self._NAME) or b""):
                     last = stored[-1]["step"]  # this node may have been another rank's meanwhile
                     lines = stored + [line for line in lines if line["step"] >= last and line not in stored]
         past = [line for line in lines if line["step"] <= step]
@@ -354,7 +354,7 @@ class _LogHistory:
         while self._store is not None and self._is_new.is_set():
             self._is_new.clear()
             with suppress(OSError):
-                self._store.write(self._NAME, self._path.read_bytes())
+                self._store.write_small_file(self._NAME, self._path.read_bytes())
 
     def wait_for_upload(self) -> None:
         """Until the store has all lines, or does not answer."""

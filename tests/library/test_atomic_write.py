@@ -15,9 +15,9 @@ from elasticd.checkpointing.storage.atomic_write import (
     Staging,
     fsync_directory,
     is_abandoned,
-    make_directory,
+    make_durable_directory,
     staging_path,
-    sweep,
+    sweep_unfinished,
     write_file,
 )
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
@@ -62,7 +62,7 @@ def test_sweep_of_another_node_does_not_take_what_is_just_being_made(
         if moment == "made":
             call(*args, **more)
         if once and once.pop():
-            sweep(tmp_path, 9)
+            sweep_unfinished(tmp_path, 9)
         if moment == "to-be-locked":
             call(*args, **more)
 
@@ -87,7 +87,7 @@ def test_sweep_of_a_rest_leaves_the_directory_that_takes_its_place(
         lockf(*how)
 
     monkeypatch.setattr(fcntl, "lockf", replaced)
-    sweep(tmp_path, 9)
+    sweep_unfinished(tmp_path, 9)
     assert shared.exists()
 
 
@@ -105,7 +105,7 @@ def test_sweep_takes_what_is_half_removed(tmp_path: Path) -> None:
     rest = staging_path(tmp_path, 1, 5, "e")
     rest.mkdir()
     (rest / "state.pt").write_bytes(b"half")
-    sweep(tmp_path, 9)
+    sweep_unfinished(tmp_path, 9)
     assert not rest.exists()
 
 
@@ -115,7 +115,7 @@ def test_part_of_another_file_is_copied(tmp_path: Path, start: int, size: int | 
     (tmp_path / "source").write_bytes(content)
     with open(tmp_path / "source", "rb") as source:
         written = write_file(
-            tmp_path / "copy", lambda file: (file.write(b"before"), file.copy(source.fileno(), start, size))
+            tmp_path / "copy", lambda file: (file.write(b"before"), file.copy_from(source.fileno(), start, size))
         )
     expected = b"before" + content[start : None if size is None else start + size]
     assert (tmp_path / "copy").read_bytes() == expected
@@ -188,9 +188,9 @@ def test_names_of_new_directories_are_durable(tmp_path: Path, monkeypatch: pytes
     synced: list[str] = []
     usual = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), usual(fd)))
-    make_directory(tmp_path / "a" / "b")
+    make_durable_directory(tmp_path / "a" / "b")
     assert sorted(synced) == [str(tmp_path), str(tmp_path / "a")]
-    make_directory(tmp_path / "a" / "b")
+    make_durable_directory(tmp_path / "a" / "b")
     assert len(synced) == 2
 
 
@@ -219,11 +219,11 @@ def test_staging_directory_is_abandoned_once_its_lock_is_free(tmp_path: Path, mo
     assert is_abandoned(staging)
     monkeypatch.setattr(fcntl, "lockf", fails(fcntl.lockf, errno.EAGAIN))
     assert not is_abandoned(staging)
-    sweep(tmp_path, 9)
+    sweep_unfinished(tmp_path, 9)
     assert staging.exists()
-    sweep(tmp_path, 1, settled=True)
+    sweep_unfinished(tmp_path, 1, with_older_rounds=True)
     assert staging.exists(), "it is of this round"
-    sweep(tmp_path, 9, settled=True)
+    sweep_unfinished(tmp_path, 9, with_older_rounds=True)
     assert not staging.exists()
     (tmp_path / "file").touch()
     assert not is_abandoned(tmp_path / "file")
@@ -233,7 +233,7 @@ def test_sweep_leaves_what_newer_rounds_are_writing(tmp_path: Path) -> None:
     abandoned = staging_path(tmp_path, 3, 5, "e")
     abandoned.mkdir()
     for own_round, is_left in ((2, True), (3, False)):
-        sweep(tmp_path, own_round)
+        sweep_unfinished(tmp_path, own_round)
         assert abandoned.exists() is is_left
 
 
@@ -266,11 +266,13 @@ def test_file_is_linked_or_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     source = os.open(tmp_path / "r1-s5", os.O_RDONLY)
     try:
         with Staging(tmp_path, 2, 5) as staging:
-            assert staging.link("state.pt", source) is None
+            assert staging.link_or_copy("state.pt", source) is None
             assert (staging.path / "state.pt").stat().st_nlink == 2
         monkeypatch.setattr(os, "link", fails(os.link, errno.EMLINK))
         with Staging(tmp_path, 2, 5) as staging:
-            assert staging.link("state.pt", source) == write_file(tmp_path / "file", lambda file: file.write(b"state"))
+            assert staging.link_or_copy("state.pt", source) == write_file(
+                tmp_path / "file", lambda file: file.write(b"state")
+            )
             assert (staging.path / "state.pt").read_bytes() == b"state"
     finally:
         os.close(source)

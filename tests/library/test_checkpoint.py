@@ -32,9 +32,9 @@ from elasticd.checkpointing.storage.lineage import (
     find_damage,
     highest_round,
     lineage,
-    names_aside,
+    list_names_aside,
     open_verified,
-    walk,
+    walk_lineage,
 )
 from elasticd.checkpointing.storage.manifest import Unreadable
 from elasticd.checkpointing.storage.retention import retain, set_aside
@@ -121,8 +121,8 @@ def test_read_back_goes_past_the_page_cache(tmp_path: Path, size: int) -> None:
 def test_read_once_leaves_little_in_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least_s: float, most_s: float, stays: bool
 ) -> None:
-    monkeypatch.setattr(page_cache, "LEAST_WAIT_S", least_s)
-    monkeypatch.setattr(page_cache, "MOST_WAIT_S", most_s)
+    monkeypatch.setattr(page_cache, "LEAST_WAIT_S_PER_BYTE", least_s)
+    monkeypatch.setattr(page_cache, "MOST_WAIT_S_PER_BYTE", most_s)
     entry = save(tmp_path, 1, 1, filling=torch.ones(80 << 20, dtype=torch.uint8))
     with (entry.path / "state.pt").open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -130,7 +130,7 @@ def test_read_once_leaves_little_in_the_page_cache(
         os.close(open_verified(entry))
         found = (resident_pages(file.fileno()) - before) * mmap.PAGESIZE
         whole = entry.manifest.bytes - before * mmap.PAGESIZE
-    assert found > 0.7 * whole if stays else found <= (page_cache.WINDOWS + 2) * page_cache.WINDOW_BYTES
+    assert found > 0.7 * whole if stays else found <= (page_cache.CACHED_WINDOWS + 2) * page_cache.WINDOW_BYTES
 
 
 def resident_pages(fd: int) -> int:
@@ -155,7 +155,7 @@ def test_lineage_of_empty_or_missing_directory(tmp_path: Path) -> None:
 
 
 def test_walk_of_an_empty_directory(tmp_path: Path) -> None:
-    assert walk(tmp_path) == LineageWalk([], [], {}, 0)
+    assert walk_lineage(tmp_path) == LineageWalk([], [], {}, 0)
 
 
 def test_highest_round_counts_every_name(tmp_path: Path) -> None:
@@ -520,11 +520,11 @@ def test_retention_keeps_what_another_node_publishes_meanwhile(
     def walk_before_publication(directory: Path) -> LineageWalk:
         if replaces:
             (tmp_path / "r1-s40").rename(tmp_path / "gone")
-        found = walk(directory)
+        found = walk_lineage(directory)
         save(tmp_path, 1, 40)
         return found
 
-    monkeypatch.setattr(retention, "walk", walk_before_publication)
+    monkeypatch.setattr(retention, "walk_lineage", walk_before_publication)
     assert [path.name for path in retain(tmp_path, 1, 2)] == ["r1-s10"]
     assert present(tmp_path) == [*(["gone"] if replaces else []), "r1-s20", "r1-s30", "r1-s40"]
 
@@ -599,7 +599,11 @@ def test_checkpoints_set_aside_are_neither_loaded_nor_deleted(tmp_path: Path) ->
     retain(tmp_path, 2, 1)
     mark = ".went-back-to-s10"
     assert present(tmp_path) == [mark, "r1-s20.aside", "r1-s20.aside2", "r1-s30.aside", "r2-s40"]
-    assert sorted(each.path.name for each in names_aside(tmp_path)) == ["r1-s20.aside", "r1-s20.aside2", "r1-s30.aside"]
+    assert sorted(each.path.name for each in list_names_aside(tmp_path)) == [
+        "r1-s20.aside",
+        "r1-s20.aside2",
+        "r1-s30.aside",
+    ]
 
 
 def test_nothing_is_set_aside_for_a_step_that_cannot_be_loaded(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ from elasticd.checkpointing.state_opener import StateOpener
 from elasticd.checkpointing.storage import object_store, object_url
 from elasticd.checkpointing.storage.checkpoint_files import relink
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
-from elasticd.checkpointing.storage.lineage import find_damage, lineage, names, open_verified
+from elasticd.checkpointing.storage.lineage import find_damage, lineage, list_names, open_verified
 from elasticd.checkpointing.storage.manifest import MANIFEST, NO_CHECKSUM, STATE, Manifest
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 from elasticd.checkpointing.storage.object_url import resolve, url_of
-from elasticd.checkpointing.storage.retention import retain, set_aside, went_back
+from elasticd.checkpointing.storage.retention import retain, set_aside, went_back_mark
 from elasticd.errors import CheckpointCorrupt, DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.cli.checkpoints import checkpoints as command
 from tests.library import checkpoints
@@ -268,7 +268,7 @@ def test_the_server_dies_in_an_upload(
     with pytest.raises(ObjectStoreError, match=r"s3://bucket/.*connect"):
         writer.save(20)
     assert s3.process.wait(10)
-    assert not [each for each in names(writer.directory) if each.step == 20], "nothing is left of it"
+    assert not [each for each in list_names(writer.directory) if each.step == 20], "nothing is left of it"
     s3.close()
     s3.start()
     writer.save(30)
@@ -421,7 +421,7 @@ def test_going_back(nodes: Any) -> None:
     set_aside(node.directory, 10)
     other = nodes("b", claims=False)
     assert other.steps() == [10]
-    assert went_back(other.directory, 10).exists()
+    assert went_back_mark(other.directory, 10).exists()
     assert {key.partition("/")[0] for key in sorted(other.keys())} == {"r1-s10", "r1-s20.aside", "r1-s30.aside"}
 
 
@@ -496,7 +496,7 @@ def test_error_of_a_store_is_one_line(
 
     monkeypatch.setattr("fsspec.filesystem", lambda *_, **__: Refuses())
     with pytest.raises(ObjectStoreError) as raised:
-        ObjectStore(resolve("s3://bucket/run", str(tmp_path)), "s3://bucket/run").read("r1-s1")
+        ObjectStore(resolve("s3://bucket/run", str(tmp_path)), "s3://bucket/run").read_small_file("r1-s1")
     assert str(raised.value) == f"s3://bucket/run: {said}"
 
 
@@ -559,10 +559,10 @@ def test_resolve(given: str, url: str | None, tmp_path: Path) -> None:
 
 def test_url_and_package_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = resolve("az://container/a", str(tmp_path))
-    assert [object_url.shown(each) for each in (copy, tmp_path)] == ["az://container/a", str(tmp_path)]
+    assert [object_url.path_or_url(each) for each in (copy, tmp_path)] == ["az://container/a", str(tmp_path)]
     assert [object_url.package_of(each) for each in (copy, tmp_path)] == ["adlfs", None]
     monkeypatch.setitem(object_url.PACKAGES, "az", "fsspec")  # which is there
-    assert [object_url.missing_package(each) for each in (copy, tmp_path)] == [None, None]
+    assert [object_url.missing_package_reason(each) for each in (copy, tmp_path)] == [None, None]
 
 
 @pytest.mark.parametrize("given", ["s3://", "s3://bucket/../../etc"])
@@ -763,13 +763,13 @@ def test_without_conditional_puts_rank_0s_node_puts_the_last_state(
 def test_copies_are_not_kept_where_another_user_has_made_the_directory(tmp_path: Path) -> None:
     """All users may write to /var/tmp, and who owns the directory could replace a checkpoint."""
     place = tmp_path / "objects"
-    assert object_url.own_directory(str(place)) == str(place)
+    assert object_url.make_own_directory(str(place)) == str(place)
     assert place.stat().st_mode & 0o777 == 0o700
-    assert object_url.own_directory(str(place)) == str(place)
+    assert object_url.make_own_directory(str(place)) == str(place)
     place.chmod(0o777)
     with pytest.raises(UsageError, match="is not this user's alone: set ELASTICD_OBJECT_CACHE"):
-        object_url.own_directory(str(place))
+        object_url.make_own_directory(str(place))
     place.rmdir()
     place.symlink_to(tmp_path)
     with pytest.raises(UsageError, match="is not this user's alone"):
-        object_url.own_directory(str(place))
+        object_url.make_own_directory(str(place))

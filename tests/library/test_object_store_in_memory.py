@@ -18,11 +18,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 from elasticd.checkpointing.storage import object_store, object_store_process, object_url
 from elasticd.checkpointing.storage.checkpoint_files import relink
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
-from elasticd.checkpointing.storage.lineage import Entry, find_damage, highest_round, lineage, open_verified, refresh
+from elasticd.checkpointing.storage.lineage import (
+    Entry,
+    find_damage,
+    highest_round,
+    lineage,
+    open_verified,
+    pull_from_store,
+)
 from elasticd.checkpointing.storage.manifest import MANIFEST, STATE
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 from elasticd.checkpointing.storage.object_url import resolve
-from elasticd.checkpointing.storage.retention import set_aside, went_back
+from elasticd.checkpointing.storage.retention import set_aside, went_back_mark
 from elasticd.errors import DirectoryInUse, ObjectStoreError
 from tests.library import checkpoints
 
@@ -91,14 +98,14 @@ def test_store_is_taken_from_a_run_that_has_not_released_it(node: Make) -> None:
     assert first.holder() == json_holder("1")
     assert second.claim("job", "2").startswith(f"{URL} was not released by run '1' of job 'job' on ")
     with pytest.raises(ObjectStoreError, match=r"was taken by run .2. of job .job. on .*; this is run .1. of job"):
-        first.write("file")
+        first.write_small_file("file")
     with pytest.raises(DirectoryInUse, match="was taken by run '2' of job 'job'"):
         first.claim("job", "1")
     first.release("job", "1")  # of no effect
     assert second.holder() == json_holder("2")
     second.release("job", "2")
     assert second.holder() is None
-    first.write("file")
+    first.write_small_file("file")
     assert third.claim("job", "3") == ""
     assert json.loads(objects()[".owner.json"])["superseded"] == [["job", "1"]]
 
@@ -113,7 +120,7 @@ def test_record_that_was_overwritten_by_hand_is_of_nobody(node: Make, content: b
     store(directory).claim("job", "1")
     change(".owner.json", content)
     assert store(directory).holder() is None
-    store(directory).write("file")  # claims it again
+    store(directory).write_small_file("file")  # claims it again
     assert store(directory).holder() == json_holder("1")
 
 
@@ -193,17 +200,17 @@ def test_checkpoint_that_is_set_aside_gets_its_manifest_last(node: Make) -> None
     assert moved[-1] == f"r1-s20.aside/{MANIFEST}"
     other = node("b")
     assert steps(other) == [10]
-    assert went_back(other, 10).exists() and (other / "r1-s20.aside").is_dir()
+    assert went_back_mark(other, 10).exists() and (other / "r1-s20.aside").is_dir()
     change(".went-back-to-s10", None)
-    refresh(other)
-    assert not went_back(other, 10).exists()
+    pull_from_store(other)
+    assert not went_back_mark(other, 10).exists()
 
 
 def test_deleted_checkpoint_leaves_no_object(node: Make) -> None:
     save(node("a"), 10)
-    store(node("a")).delete("r1-s10")
+    store(node("a")).delete_checkpoint("r1-s10")
     assert [*objects()] == [".newest"]
-    store(node("a")).delete("r1-s10")  # of no effect
+    store(node("a")).delete_checkpoint("r1-s10")  # of no effect
 
 
 def test_step_that_is_saved_again_has_the_other_name(node: Make) -> None:
@@ -232,7 +239,7 @@ def test_no_checkpoint_without_all_its_files(node: Make) -> None:
     """A file of another node is missing, or is cut short."""
     directory = node("a")
     entry = save(directory, 10)
-    store(directory).delete("r1-s10")
+    store(directory).delete_checkpoint("r1-s10")
     (entry.path / STATE).unlink()
     with pytest.raises(ObjectStoreError, match=rf"^{STATE} is missing in {URL}/r1-s10$"):
         store(directory).commit(entry.path, "r1-s10", entry.manifest, None)
@@ -255,8 +262,8 @@ def test_part_is_taken_once(node: Make) -> None:
     assert here.take_part("r1-s10", "part") is None
     here.put_part("r1-s10", "part", b"content")
     assert [here.take_part("r1-s10", "part") for _ in range(2)] == [b"content", None]
-    here.write("file", b"small")
-    assert (here.read("file"), here.read("other")) == (b"small", None)
+    here.write_small_file("file", b"small")
+    assert (here.read_small_file("file"), here.read_small_file("other")) == (b"small", None)
 
 
 def test_round_makes_a_checkpoint_its_own_in_the_store(node: Make) -> None:
@@ -281,7 +288,7 @@ def test_copy_has_the_names_of_the_store(node: Make) -> None:
     assert sorted(path.name for path in reader.iterdir() if not path.name.startswith(".")) == ["r1-s10", "r1-s20"]
     assert not (reader / "r1-s20" / STATE).exists()
     before = (reader / "r1-s20").stat().st_ino
-    store(writer).delete("r1-s10")
+    store(writer).delete_checkpoint("r1-s10")
     assert steps(reader) == [20]
     assert (reader / "r1-s20").stat().st_ino == before, "it was made again"
     assert not (reader / "r1-s10").exists()
@@ -366,10 +373,10 @@ def test_damaged_copy_is_made_again(node: Make) -> None:
     os.close(open_verified(entry))
     assert (entry.path / STATE).read_bytes() == content
     change(f"r1-s10/{STATE}", None)
-    os.close(store(node("a")).fetch(entry.path, STATE))
+    os.close(store(node("a")).fetch_and_open(entry.path, STATE))
     (entry.path / STATE).unlink()
     with pytest.raises(FileNotFoundError, match="there is no such object in"):
-        store(node("a")).fetch(entry.path, STATE)
+        store(node("a")).fetch_and_open(entry.path, STATE)
     assert not [path for path in entry.path.iterdir() if path.name.endswith(".copy")]
 
 
@@ -380,7 +387,7 @@ def test_copies_of_other_checkpoints_are_dropped(node: Make) -> None:
     (directory / "own").mkdir()
     (directory / "own" / STATE).write_bytes(b"of no store")
     (entries[1].path / ".shard.copy").touch()
-    store(directory).drop_copies(entries[0].path)
+    store(directory).drop_local_copies(entries[0].path)
     assert sorted(path.name for path in entries[1].path.iterdir()) == [".remote", MANIFEST]
     assert (directory / "own" / STATE).exists()
 
@@ -389,10 +396,10 @@ def test_checkpoint_that_another_node_has_read_is_known(node: Make) -> None:
     manifest = save(node("a"), 10).manifest
     directory = node("b")
     for _ in range(2):
-        store(directory).place("r1-s10", manifest)
+        store(directory).place_manifest("r1-s10", manifest)
         assert [each.name for each in directory.glob("r*")] == ["r1-s10"]
     assert (directory / "r1-s10" / MANIFEST).read_bytes() == manifest.to_json()
-    store(directory).place("r1-s10", save(node("c"), 20).manifest)
+    store(directory).place_manifest("r1-s10", save(node("c"), 20).manifest)
     assert (directory / "r1-s10" / MANIFEST).read_bytes() == manifest.to_json(), "what is known stays"
 
 
@@ -444,7 +451,7 @@ def test_call_is_tried_again_if_another_try_may_succeed(
     here = store(node("a"))
     here.patience_s = 1e-9
     with pytest.raises(ObjectStoreError, match=f"^{URL}: "):
-        here.read("file")
+        here.read_small_file("file")
     assert len(made) == calls
 
 
@@ -469,7 +476,7 @@ def test_store_without_conditional_puts(node: Make, monkeypatch: pytest.MonkeyPa
 
 def test_bucket_is_looked_for(node: Make) -> None:
     assert not store(node("a")).has_bucket()
-    store(node("a")).write("file")
+    store(node("a")).write_small_file("file")
     assert store(node("a")).has_bucket()
 
 
@@ -498,7 +505,7 @@ def test_uploads_in_parts_that_were_left_are_aborted(
     monkeypatch.setattr(S3, "left", ["other/file", kept, f"run/r1-s10/{STATE}"])
     here = ObjectStore(node("a"), f"{scheme}://bucket/run")
     (tmp_path / STATE).write_bytes(b"state")
-    here.put(tmp_path, "r1-s10", [STATE])
+    here.put_files(tmp_path, "r1-s10", [STATE])
     assert objects()[f"r1-s10/{STATE}"] == b"state"
     assert ["other/file", kept] == S3.left[:2] and len(S3.left) == (2 if scheme == "s3" else 3)
     here.claim("job", "1")

@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from elasticd.checkpointing.storage import page_cache
-from elasticd.checkpointing.storage.page_cache import AVERAGED, LEAST_WAIT_S, MOST_WAIT_S, WINDOW_BYTES, WINDOWS
+from elasticd.checkpointing.storage.page_cache import (
+    AVERAGED_WINDOWS,
+    CACHED_WINDOWS,
+    LEAST_WAIT_S_PER_BYTE,
+    MOST_WAIT_S_PER_BYTE,
+    WINDOW_BYTES,
+)
 
 FD = 12345
 
@@ -34,7 +40,7 @@ class Disk:
         self.time_s += wait_s * size + computed_s
         self.computed_s += computed_s
         self._end += size
-        self._cache.passed(self._end)
+        self._cache.mark_read_until(self._end)
 
 
 @pytest.fixture
@@ -45,24 +51,26 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_windows_are_dropped_once_others_have_been_read(disk: Disk) -> None:
     for count in range(1, 12):
         disk.read(WINDOW_BYTES, 1e-9)
-        assert disk.dropped == [*range(count - WINDOWS)]
+        assert disk.dropped == [*range(count - CACHED_WINDOWS)]
 
 
 def test_pieces_of_a_window_count_together(disk: Disk) -> None:
     for count in range(1, 40):
         disk.read(WINDOW_BYTES // 4, 1e-9)
-        assert disk.dropped == [*range(count // 4 - WINDOWS)]
+        assert disk.dropped == [*range(count // 4 - CACHED_WINDOWS)]
 
 
-@pytest.mark.parametrize("wait_s", [0.0, LEAST_WAIT_S * 0.9, MOST_WAIT_S * 1.1], ids=["none", "short", "long"])
+@pytest.mark.parametrize(
+    "wait_s", [0.0, LEAST_WAIT_S_PER_BYTE * 0.9, MOST_WAIT_S_PER_BYTE * 1.1], ids=["none", "short", "long"]
+)
 def test_what_was_there_or_takes_too_long_stays(disk: Disk, wait_s: float) -> None:
-    for _ in range(3 * AVERAGED):
+    for _ in range(3 * AVERAGED_WINDOWS):
         disk.read(WINDOW_BYTES, wait_s)
     assert disk.dropped == []
 
 
 def test_waits_are_averaged(disk: Disk) -> None:
     """The kernel reads ahead: every other window is there already."""
-    for number in range(2 * AVERAGED):
+    for number in range(2 * AVERAGED_WINDOWS):
         disk.read(WINDOW_BYTES, 0.0 if number % 2 else 1e-9)
-    assert disk.dropped == [*range(2 * AVERAGED - WINDOWS)]
+    assert disk.dropped == [*range(2 * AVERAGED_WINDOWS - CACHED_WINDOWS)]

@@ -23,17 +23,17 @@ from elasticd.checkpointing.storage.lineage import (
     CheckpointName,
     Entry,
     LineageWalk,
-    examine,
     find_damage,
     highest_round,
-    names,
-    names_aside,
-    refresh,
-    walk,
+    list_names,
+    list_names_aside,
+    pull_from_store,
+    read_named_manifest,
+    walk_lineage,
 )
 from elasticd.checkpointing.storage.manifest import Unreadable
 from elasticd.checkpointing.storage.object_store import store_of
-from elasticd.checkpointing.storage.object_url import missing_package, resolve, shown, url_of
+from elasticd.checkpointing.storage.object_url import missing_package_reason, path_or_url, resolve, url_of
 from elasticd.checkpointing.storage.retention import retain
 from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.config.command_parser import CommandParser
@@ -64,7 +64,7 @@ def checkpoints(argv: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _local_copy(given: Path) -> Iterator[Path]:
     """A copy of an object store for this command, not the one that a job on this node may use."""
-    if why := missing_package(given):
+    if why := missing_package_reason(given):
         raise UsageError(why)
     with tempfile.TemporaryDirectory(prefix="elasticd-checkpoints-") as folder:
         directory = resolve(given, folder)
@@ -72,8 +72,8 @@ def _local_copy(given: Path) -> Iterator[Path]:
         assert store is not None
         try:
             directory.mkdir(parents=True)
-            refresh(directory)
-            if not names(directory) and not store.has_bucket():
+            pull_from_store(directory)
+            if not list_names(directory) and not store.has_bucket():
                 raise UsageError(f"there is no bucket for {store.url}")
         except ObjectStoreError as error:
             raise UsageError(str(error)) from None
@@ -83,7 +83,7 @@ def _local_copy(given: Path) -> Iterator[Path]:
 def _run_verb(options: argparse.Namespace) -> int:
     if options.verb == "prune":
         return _prune(options.directory, options.keep, options.keep_every)
-    lineage = walk(options.directory)
+    lineage = walk_lineage(options.directory)
     if options.verb == "list":
         _print_list(options.directory, lineage, options.json)
         return 0
@@ -120,12 +120,12 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
     """
     usable = {entry.path for entry in found.entries}
     skipped = {checkpoint.path: checkpoint.why for checkpoint in found.skipped}
-    aside = {checkpoint.path: checkpoint for checkpoint in names_aside(directory)}
+    aside = {checkpoint.path: checkpoint for checkpoint in list_names_aside(directory)}
     present = [*_list_newest_first(directory), *sorted(aside.values(), key=lambda each: each.path.name)]
     if not present and not as_json:
-        print(f"{shown(directory)} holds no checkpoint")
+        print(f"{path_or_url(directory)} holds no checkpoint")
     for checkpoint in present:
-        manifest = examine(checkpoint)
+        manifest = read_named_manifest(checkpoint)
         why = skipped.get(checkpoint.path, "not in the lineage of the newest round")
         why = "set aside by session.restore(step=…)" if checkpoint.path in aside else why
         size, saved, kind = "", "", ""
@@ -164,7 +164,7 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
 
 def _list_newest_first(directory: Path) -> list[CheckpointName]:
     """The newest first."""
-    checkpoints = [checkpoint for checkpoint in names(directory) if not checkpoint.hidden]
+    checkpoints = [checkpoint for checkpoint in list_names(directory) if not checkpoint.hidden_kind]
     return sorted(checkpoints, key=lambda each: (-each.round, -each.step))
 
 
@@ -186,7 +186,7 @@ def _print_manifest(directory: Path, found: LineageWalk, name: str | None) -> in
     """Print the manifest of a checkpoint."""
     entries = _lineage_entries(found, name)
     if not entries:
-        print(f"{shown(directory)} holds no checkpoint that can be restored")
+        print(f"{path_or_url(directory)} holds no checkpoint that can be restored")
         return 1
     print(json.dumps(json.loads(entries[0].manifest.to_json()), indent=2))
     return 0
@@ -198,7 +198,7 @@ def _verify(directory: Path, found: LineageWalk, name: str | None) -> int:
     lineage = {entry.path for entry in _lineage_entries(found, name)}
     for checkpoint in _list_newest_first(directory):
         if name is None or checkpoint.path in lineage:
-            manifest = examine(checkpoint)
+            manifest = read_named_manifest(checkpoint)
             why = manifest.why if isinstance(manifest, Unreadable) else find_damage(Entry(checkpoint.path, manifest))
             damaged += why is not None
             outside = "" if checkpoint.path in lineage else ", not in the lineage of the newest round"
@@ -225,5 +225,5 @@ def _prune(directory: Path, keep: int, keep_every: int) -> int:
         lock.release()
     for path in deleted:
         print(f"{path.name}: deleted")
-    print(f"{len(deleted)} deleted, {sum(not checkpoint.hidden for checkpoint in names(directory))} left")
+    print(f"{len(deleted)} deleted, {sum(not checkpoint.hidden_kind for checkpoint in list_names(directory))} left")
     return 0

@@ -36,7 +36,7 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[FoundAtStart]:
     from elasticd.checkpointing.storage.directory_lock import DirectoryLock
     from elasticd.checkpointing.storage.lineage import highest_round, lineage
     from elasticd.checkpointing.storage.object_store import store_of
-    from elasticd.checkpointing.storage.object_url import shown
+    from elasticd.checkpointing.storage.object_url import path_or_url
 
     in_store = store_of(spec.checkpoint_dir) is not None
     lock = DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run, claims=False)
@@ -45,7 +45,7 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[FoundAtStart]:
     except DirectoryInUse as error:
         raise UsageError(str(error)) from None
     except OSError as error:
-        raise UsageError(f"--checkpoint-dir {shown(spec.checkpoint_dir)}: {error.strerror or error}") from None
+        raise UsageError(f"--checkpoint-dir {path_or_url(spec.checkpoint_dir)}: {error.strerror or error}") from None
     try:
         if not in_store:
             entries, _ = lineage(spec.checkpoint_dir)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from elasticd.checkpointing.storage.object_url import missing_package
+from elasticd.checkpointing.storage.object_url import missing_package_reason
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Tls
 from elasticd_agent.store import tls as certificate_files
@@ -44,7 +44,7 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
     if spec.mode is not Mode.EXEC:
         _preloaded(spec, environ)
     _directory("--checkpoint-dir", spec.checkpoint_dir, read_only=True)
-    if spec.checkpoint_dir is not None and (why := missing_package(spec.checkpoint_dir)):
+    if spec.checkpoint_dir is not None and (why := missing_package_reason(spec.checkpoint_dir)):
         raise UsageError(f"--checkpoint-dir: {why}")
     if spec.log_dir != Path(os.devnull):
         _directory("--log-dir", spec.log_dir)

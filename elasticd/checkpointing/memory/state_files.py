@@ -71,7 +71,9 @@ def file_contents(buffers: Buffers, number: int, snapshot: Snapshot) -> dict[str
     if not snapshot.files:
         return {STATE: lambda file: file.write_pages(buffers.map_pages(number, snapshot.draft.bytes))}
     fd, places = buffers.fds[number], snapshot.files.items()
-    return {name: functools.partial(HashingFile.copy, source=fd, start=at, size=size) for name, (at, size) in places}
+    return {
+        name: functools.partial(HashingFile.copy_from, source=fd, start=at, size=size) for name, (at, size) in places
+    }
 
 
 def write_part(folder: Path, contents: Mapping[str, WriteContent]) -> Message:
@@ -105,7 +107,7 @@ def write_other_part(
         store.assume_claimed(draft.job, draft.run)
         with Staging(directory, draft.round, draft.step, f"{token}{number:04x}") as staging:
             part = write_part(staging.path, contents)
-            store.put(staging.path, store.free_name(draft.name), part.get("files", ()))
+            store.put_files(staging.path, store.free_name(draft.name), part.get("files", ()))
             return part
     except OSError as error:
         return {"error": str(error)}

@@ -326,4 +326,4 @@ class Reader:
             for view in self._views:
                 self.checksum.update(view)
         self._views, self._bytes = [], 0
-        self._cache.passed(self._start)
+        self._cache.mark_read_until(self._start)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import StateDict
-from elasticd.checkpointing.storage.manifest import ALGORITHM, Checksum
+from elasticd.checkpointing.storage.manifest import CHECKSUM_ALGORITHM, Checksum
 from elasticd.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str
         elif isinstance(value, torch.Tensor) and not _is_dtensor(value) and value.layout is torch.strided:
             is_number = value.numel() < 2 and not isinstance(value, torch.nn.Parameter)
             if not is_number and value.untyped_storage().data_ptr() not in equal:
-                checksum = Checksum(ALGORITHM)
+                checksum = Checksum(CHECKSUM_ALGORITHM)
                 checksum.update(f"{value.dtype} {tuple(value.shape)}".encode())
                 checksum.update(host_bytes(value))
                 digests[".".join(path)] = str(checksum)[-16:]  # every rank sends those of all its tensors

@@ -36,13 +36,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from elasticd.checkpointing.storage.lineage import names
+from elasticd.checkpointing.storage.lineage import list_names
 from elasticd.checkpointing.storage.manifest import MANIFEST, Checksum, FileState, Manifest
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 
 _BLOCK_BYTES = 4 << 20
-_TRIES = 5
-_ALIGNMENT = 4096
+_STAGING_TRIES = 5
+_DIRECT_ALIGNMENT = 4096
 """The alignment of offsets and sizes with O_DIRECT: no disk has larger blocks."""
 
 
@@ -77,20 +77,20 @@ class HashingFile:
         while len(view):
             count = min(len(view), _BLOCK_BYTES - self._filled)
             self._block[self._filled : self._filled + count] = view[:count]
-            self._add(count)
+            self._advance(count)
             view = view[count:]
 
-    def copy(self, source: int, start: int = 0, size: int | None = None) -> None:
+    def copy_from(self, source: int, start: int = 0, size: int | None = None) -> None:
         """Write `size` bytes of the descriptor `source`, from `start` on; None: all of them. Raises OSError."""
         at, end = start, sys.maxsize if size is None else start + size
         while count := os.preadv(source, [self._block[self._filled : self._filled + end - at]], at):
             at += count
-            self._add(count)
+            self._advance(count)
 
     def write_pages(self, pages: memoryview) -> None:
         """Write memory that begins with a page, before anything else, without a copy of it. Raises OSError."""
         for start in range(0, len(pages), _BLOCK_BYTES):
-            self._put(pages[start : start + _BLOCK_BYTES])
+            self._write_block(pages[start : start + _BLOCK_BYTES])
 
     def sync(self) -> None:
         """Everything is on the disk when this returns. Raises OSError."""
@@ -101,19 +101,19 @@ class HashingFile:
         """Close the descriptor. What was not synced may be lost."""
         os.close(self._fd)
 
-    def _add(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         self._filled += count
         if self._filled == _BLOCK_BYTES:
             self._flush()
 
     def _flush(self) -> None:
-        self._put(self._block[: self._filled])
+        self._write_block(self._block[: self._filled])
         self._filled = 0
 
-    def _put(self, block: memoryview) -> None:
+    def _write_block(self, block: memoryview) -> None:
         self.checksum.update(block)
         self.bytes += len(block)
-        if len(block) % _ALIGNMENT:
+        if len(block) % _DIRECT_ALIGNMENT:
             self._use_page_cache()
         while len(block):
             try:
@@ -172,24 +172,24 @@ class Staging:
 
     def __enter__(self) -> Staging:
         """Raises OSError: FileExistsError if another process has made the shared one."""
-        for left in reversed(range(_TRIES)):
+        for left in reversed(range(_STAGING_TRIES)):
             self.path.mkdir(mode=0o700)
             try:
-                self._lock()
+                self._lock_manifest()
                 if self._shared is not None:  # with its lock from the beginning
-                    self._share(self._shared)
+                    self._rename_to_shared(self._shared)
                 return self
             except FileNotFoundError:
-                self._leave()
+                self._release_and_remove()
                 if not left:
                     raise
                 self.path = staging_path(self._directory, *self._named, secrets.token_hex(4))
             except BaseException:
-                self._leave()
+                self._release_and_remove()
                 raise
         raise AssertionError
 
-    def _lock(self) -> None:
+    def _lock_manifest(self) -> None:
         """Mark the directory as in use. Raises OSError: FileNotFoundError if a sweep has taken it before that."""
         self._manifest = os.open(self.path / MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -200,7 +200,7 @@ class Staging:
                 raise FileNotFoundError(errno.ENOENT, "another process removes it", str(self.path)) from None
         os.stat(self.path / MANIFEST)
 
-    def _share(self, name: Path) -> None:
+    def _rename_to_shared(self, name: Path) -> None:
         """Give the directory the name that other processes know. Raises FileExistsError if one of them has made it."""
         try:
             os.rename(self.path, name)
@@ -209,9 +209,9 @@ class Staging:
         self.path = name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._leave()
+        self._release_and_remove()
 
-    def _leave(self) -> None:
+    def _release_and_remove(self) -> None:
         """Release the lock, and remove what was not published."""
         if self._manifest >= 0:
             os.close(self._manifest)
@@ -219,7 +219,7 @@ class Staging:
         if not self._published:  # else another process may have made one of this name by now
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def link(self, name: str, source: int) -> FileState | None:
+    def link_or_copy(self, name: str, source: int) -> FileState | None:
         """Hard-link a file from the directory with descriptor `source`, or copy it: then its size and checksum."""
         if store_of(self._directory) is not None and not os.path.exists(f"/proc/self/fd/{source}/{name}"):
             return None  # it is in the object store
@@ -228,7 +228,7 @@ class Staging:
         except OSError:
             # No hard links here, too many of them, or not ours to link (fs.protected_hardlinks). The copy raises other
             # errors.
-            return write_file(self.path / name, lambda file: _copy(source, name, file))
+            return write_file(self.path / name, lambda file: _copy_file(source, name, file))
         return None
 
     def publish(self, manifest: Manifest) -> Path:
@@ -239,10 +239,10 @@ class Staging:
         os.fsync(self._manifest)
         fsync_directory(self.path)
         if (store := store_of(self._directory)) is not None:
-            return self._publish_to(store, manifest)
+            return self._publish_to_store(store, manifest)
         replacement = self._final.with_name(f"{self._final.name}.again")
         if os.path.lexists(replacement):
-            self._replace(replacement)
+            self._rename_replacement(replacement)
         try:
             os.rename(self.path, self._final)
         except OSError as error:
@@ -250,12 +250,12 @@ class Staging:
                 raise
             os.rename(self.path, replacement)
             self._published = True
-            self._replace(replacement)
+            self._rename_replacement(replacement)
         self._published = True
         fsync_directory(self._directory)
         return self._final
 
-    def _publish_to(self, store: ObjectStore, manifest: Manifest) -> Path:
+    def _publish_to_store(self, store: ObjectStore, manifest: Manifest) -> Path:
         """A step saved a second time has the other one of two names, and then the first one goes."""
         path = self._directory / store.free_name(self._final.name)
         store.commit(self.path, path.name, manifest, self._source)
@@ -264,21 +264,21 @@ class Staging:
         self._published = True
         other = path.with_name(f"{path.name}.again" if path == self._final else self._final.name)
         if other.exists():
-            discard(other)
-        store.drop_copies(path)
+            discard_checkpoint(other)
+        store.drop_local_copies(path)
         return path
 
-    def _replace(self, replacement: Path) -> None:
+    def _rename_replacement(self, replacement: Path) -> None:
         """Give the replacement of a checkpoint its name. At any moment one of the two is there, whole."""
         fsync_directory(self._directory)  # also where the replacement is of a writer that was killed
-        discard(self._final)
+        discard_checkpoint(self._final)
         os.rename(replacement, self._final)
 
 
-def discard(path: Path) -> None:
+def discard_checkpoint(path: Path) -> None:
     """Delete a checkpoint: one rename makes it invalid, then its files go. Raises OSError if it cannot be renamed."""
     if (store := store_of(path.parent)) is not None:
-        store.delete(path.name)
+        store.delete_checkpoint(path.name)
     trash = path.with_name(f".{path.name.removesuffix('.again')}.{secrets.token_hex(4)}.trash")
     try:
         os.rename(path, trash)
@@ -287,18 +287,20 @@ def discard(path: Path) -> None:
     _remove(trash)
 
 
-def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
-    """Remove half-deleted checkpoints and those that dead writers left unfinished; `settled`: those of older rounds,
-    too.
+def sweep_unfinished(directory: Path, own_round: int, with_older_rounds: bool = False) -> None:
+    """Remove half-deleted checkpoints and those that dead writers left unfinished; `with_older_rounds`: those of older
+    rounds, too.
     """
-    for named in names(directory):
-        if named.hidden == "trash" or (settled and named.hidden == "staging" and named.round < own_round):
+    for named in list_names(directory):
+        if named.hidden_kind == "trash" or (
+            with_older_rounds and named.hidden_kind == "staging" and named.round < own_round
+        ):
             _remove(named.path)
-        elif named.hidden == "staging" and named.round <= own_round:
+        elif named.hidden_kind == "staging" and named.round <= own_round:
             _remove_abandoned(named.path)
 
 
-def make_directory(path: Path) -> None:
+def make_durable_directory(path: Path) -> None:
     """Make a directory and its parents; what is saved in them does not go with their names at a power loss. Raises
     OSError.
     """
@@ -374,9 +376,9 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _copy(directory: int, name: str, file: HashingFile) -> None:
+def _copy_file(directory: int, name: str, file: HashingFile) -> None:
     fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
     try:
-        file.copy(fd)
+        file.copy_from(fd)
     finally:
         os.close(fd)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from elasticd.checkpointing.storage.atomic_write import Staging, make_directory, sweep
-from elasticd.checkpointing.storage.lineage import Entry, examine, names
+from elasticd.checkpointing.storage.atomic_write import Staging, make_durable_directory, sweep_unfinished
+from elasticd.checkpointing.storage.lineage import Entry, list_names, read_named_manifest
 from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, FileState, Manifest, Unreadable, parse
 from elasticd.errors import CheckpointRefused
 
@@ -42,9 +42,9 @@ def write(
     checkpoint then; FileExistsError if `token` names a staging directory that another process has made.
     """
     base = Path(directory)
-    draft = replace(draft, parent=_parent(base, draft.round, draft.parent))
-    make_directory(base)
-    sweep(base, draft.round)
+    draft = replace(draft, parent=_parent_of_round(base, draft.round, draft.parent))
+    make_durable_directory(base)
+    sweep_unfinished(base, draft.round)
     with Staging(base, draft.round, draft.step, token) as staging:
         files = fill(staging)
         size, checksum = files.pop(STATE)
@@ -62,13 +62,13 @@ def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry
     base, source = Path(directory), entry.manifest
     if source.round == round:
         return entry
-    for own in names(base):
-        if (own.round, own.step, own.hidden) == (round, source.step, None):
-            there = examine(own)
+    for own in list_names(base):
+        if (own.round, own.step, own.hidden_kind) == (round, source.step, None):
+            there = read_named_manifest(own)
             if isinstance(there, Manifest) and there.checksum == source.checksum:
                 return Entry(own.path, there)
     manifest = source.relinked_to(round)
-    sweep(base, round)
+    sweep_unfinished(base, round)
     fd = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Manifest and state come from one open directory, so they belong together whatever is renamed.
@@ -76,7 +76,7 @@ def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry
             raise OSError(errno.ESTALE, "the checkpoint was replaced after it was loaded", str(entry.path))
         with Staging(base, round, source.step, source=entry.path.name) as staging:
             for name, expected in source.all_files.items():
-                copied = staging.link(name, fd)
+                copied = staging.link_or_copy(name, fd)
                 if copied is not None and copied != expected:
                     raise OSError(errno.ESTALE, "the checkpoint changed while it was copied", str(entry.path))
             return Entry(staging.publish(manifest), manifest)
@@ -89,16 +89,16 @@ def _manifest_in(directory: int) -> Manifest | Unreadable:
         return parse(file.read())
 
 
-def _parent(base: Path, round: int, given: tuple[int, int] | None) -> tuple[int, int] | None:
+def _parent_of_round(base: Path, round: int, given: tuple[int, int] | None) -> tuple[int, int] | None:
     """The parent of a round's checkpoints: the one in its first manifest, else the given one, through re-links."""
-    present = [name for name in names(base) if name.hidden is None]
+    present = [name for name in list_names(base) if name.hidden_kind is None]
     for own in sorted((name for name in present if name.round == round), key=lambda each: each.step):
-        manifest = examine(own)
+        manifest = read_named_manifest(own)
         if isinstance(manifest, Manifest):
             return manifest.parent
     for other in present:
         if (other.round, other.step) == given:
-            manifest = examine(other)
+            manifest = read_named_manifest(other)
             if isinstance(manifest, Manifest) and manifest.relinked:
                 return manifest.parent
     return given

@@ -17,15 +17,15 @@ import socket
 import time
 from pathlib import Path
 
-from elasticd.checkpointing.storage.atomic_write import make_directory
+from elasticd.checkpointing.storage.atomic_write import make_durable_directory
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.errors import DirectoryInUse
 
 logger = logging.getLogger("elasticd")
 
-NAME = ".lock"
-_BUSY = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+LOCK_NAME = ".lock"
+_BUSY_ERRNOS = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
+_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 # A new holder locks exclusively only while it writes its name, for microseconds.
 _TIMEOUT_S = 0.5
 _PAUSE_S = 0.02
@@ -38,7 +38,7 @@ class DirectoryLock:
     def __init__(self, directory: str | os.PathLike[str], job: str, run: str, claims: bool = True) -> None:
         """`claims`: an object store, too; the agent does that in a process of its own."""
         self._claims = claims
-        self._path = Path(directory) / NAME
+        self._path = Path(directory) / LOCK_NAME
         self._own = {"job": job, "run": run}
         self._fd: int | None = None
         self.unlocked: str | None = None
@@ -50,7 +50,7 @@ class DirectoryLock:
         """
         if self._fd is not None:
             return
-        make_directory(self._path.parent)
+        make_durable_directory(self._path.parent)
         # Not through a link: root may prune the directory of a user, who could point it at a file of others.
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -84,12 +84,12 @@ class DirectoryLock:
     def _lock(self, fd: int) -> None:
         deadline = time.monotonic() + _TIMEOUT_S
         try:
-            while not self._try(fd):
+            while not self._try_lock(fd):
                 if time.monotonic() >= deadline:
-                    raise self._in_use(fd)
+                    raise self._in_use_error(fd)
                 time.sleep(_PAUSE_S)
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in _UNSUPPORTED_ERRNOS:
                 raise
             self.unlocked = (
                 f"{self._path.parent}: this file system has no locks ({error.strerror}); nothing keeps a second job "
@@ -97,26 +97,26 @@ class DirectoryLock:
             )
             logger.warning(self.unlocked)
 
-    def _try(self, fd: int) -> bool:
+    def _try_lock(self, fd: int) -> bool:
         """One attempt. The exclusive lock means that the directory is free: write our name, then share the lock."""
-        if _set(fd, fcntl.LOCK_EX):
+        if _try_lockf(fd, fcntl.LOCK_EX):
             host, pid = socket.gethostname(), os.getpid()
             line = json.dumps({"version": "1.0", **self._own, "host": host, "pid": pid}).encode() + b"\n"
             os.pwrite(fd, line, 0)
             os.ftruncate(fd, len(line))
             # The change of an exclusive lock into a shared one is atomic.
-            return _set(fd, fcntl.LOCK_SH)
-        if not _set(fd, fcntl.LOCK_SH):
+            return _try_lockf(fd, fcntl.LOCK_SH)
+        if not _try_lockf(fd, fcntl.LOCK_SH):
             return False
         # While any process shares the lock the name does not change.
-        holder = _holder(fd)
+        holder = _read_holder(fd)
         if all(holder.get(key) == value for key, value in self._own.items()):
             return True
         fcntl.lockf(fd, fcntl.LOCK_UN)
         return False
 
-    def _in_use(self, fd: int) -> DirectoryInUse:
-        holder = _holder(fd)
+    def _in_use_error(self, fd: int) -> DirectoryInUse:
+        holder = _read_holder(fd)
         who = "run {run!r} of job {job!r} (first process {pid} on {host})" if holder else "another run"
         return DirectoryInUse(
             f"checkpoint directory {self._path.parent} is held by {who.format(**holder)}; this is run "
@@ -124,17 +124,17 @@ class DirectoryLock:
         )
 
 
-def _set(fd: int, kind: int) -> bool:
+def _try_lockf(fd: int, kind: int) -> bool:
     try:
         fcntl.lockf(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _BUSY:
+        if error.errno in _BUSY_ERRNOS:
             return False
         raise
     return True
 
 
-def _holder(fd: int) -> dict[str, str]:
+def _read_holder(fd: int) -> dict[str, str]:
     try:
         claim = json.loads(os.pread(fd, _MAX_BYTES, 0))
         return {key: str(claim[key]) for key in ("job", "run", "host", "pid")}

@@ -38,13 +38,13 @@ from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.checkpointing.storage.page_cache import CacheWindows
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 
-_NUMBER = r"(0|[1-9][0-9]{0,17})"
-_NAME = re.compile(rf"r{_NUMBER}-s{_NUMBER}(\.again)?")
-_ASIDE = re.compile(rf"r{_NUMBER}-s{_NUMBER}\.aside[0-9]*")
+_NUMBER_PATTERN = r"(0|[1-9][0-9]{0,17})"
+_CHECKPOINT_NAME = re.compile(rf"r{_NUMBER_PATTERN}-s{_NUMBER_PATTERN}(\.again)?")
+_NAME_ASIDE = re.compile(rf"r{_NUMBER_PATTERN}-s{_NUMBER_PATTERN}\.aside[0-9]*")
 # Not checkpoints, but they show that a round was here: being written, being deleted.
-_HIDDEN = re.compile(rf"\.r{_NUMBER}-s{_NUMBER}\.[0-9a-f]+\.(staging|trash)")
+_HIDDEN_NAME = re.compile(rf"\.r{_NUMBER_PATTERN}-s{_NUMBER_PATTERN}\.[0-9a-f]+\.(staging|trash)")
 _READ_BYTES = 4 << 20
-_DAMAGE = (errno.ENOENT, errno.EIO, errno.ENODATA, errno.EBADMSG, errno.ESTALE, errno.EISDIR)
+_DAMAGE_ERRNOS = (errno.ENOENT, errno.EIO, errno.ENODATA, errno.EBADMSG, errno.ESTALE, errno.EISDIR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class CheckpointName:
     path: Path
     round: int
     step: int
-    replacement: bool = False
-    hidden: str | None = None  #: "staging" or "trash" for a directory that is no checkpoint
+    is_replacement: bool = False
+    hidden_kind: str | None = None  #: "staging" or "trash" for a directory that is no checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,12 @@ class LineageWalk:
 
     entries: list[Entry]  #: newest first
     skipped: list[SkippedCheckpoint]
-    links: dict[int, Path]
+    link_of_round: dict[int, Path]
     """The checkpoint whose manifest names the parent, for each round, newest first; its state may be damaged."""
     oldest_round: int
 
 
-def names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
+def list_names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
     """Every name of elasticd's, valid or not; none without a directory. Raises OSError if it cannot be listed."""
     try:
         listed = os.listdir(directory)
@@ -93,28 +93,28 @@ def names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
         return []
     base, named = Path(directory), []
     for name in listed:
-        if match := _NAME.fullmatch(name):
-            named.append(CheckpointName(base / name, int(match[1]), int(match[2]), replacement=match[3] is not None))
-        elif match := _HIDDEN.fullmatch(name):
-            named.append(CheckpointName(base / name, int(match[1]), int(match[2]), hidden=match[3]))
+        if match := _CHECKPOINT_NAME.fullmatch(name):
+            named.append(CheckpointName(base / name, int(match[1]), int(match[2]), is_replacement=match[3] is not None))
+        elif match := _HIDDEN_NAME.fullmatch(name):
+            named.append(CheckpointName(base / name, int(match[1]), int(match[2]), hidden_kind=match[3]))
     return named
 
 
-def names_aside(directory: str | os.PathLike[str]) -> list[CheckpointName]:
+def list_names_aside(directory: str | os.PathLike[str]) -> list[CheckpointName]:
     """The checkpoints that were set aside. Raises OSError."""
-    matches = [match for name in os.listdir(directory) if (match := _ASIDE.fullmatch(name))]
+    matches = [match for name in os.listdir(directory) if (match := _NAME_ASIDE.fullmatch(name))]
     return [CheckpointName(Path(directory, match[0]), int(match[1]), int(match[2])) for match in matches]
 
 
-def refresh(directory: str | os.PathLike[str]) -> None:
+def pull_from_store(directory: str | os.PathLike[str]) -> None:
     """Learn what is in an object store now. Raises OSError."""
     if (store := store_of(directory)) is not None:
-        store.pull(lambda name: bool(_NAME.fullmatch(name) or _ASIDE.fullmatch(name)))
+        store.pull(lambda name: bool(_CHECKPOINT_NAME.fullmatch(name) or _NAME_ASIDE.fullmatch(name)))
 
 
 def highest_round(directory: str | os.PathLike[str]) -> int:
     """The highest round that ever wrote here, valid, damaged or unfinished; 0 if none. Raises OSError."""
-    return max((named.round for named in names(directory)), default=0)
+    return max((named.round for named in list_names(directory)), default=0)
 
 
 def lineage(directory: str | os.PathLike[str]) -> tuple[list[Entry], list[SkippedCheckpoint]]:
@@ -123,16 +123,16 @@ def lineage(directory: str | os.PathLike[str]) -> tuple[list[Entry], list[Skippe
     Reads manifests and file sizes only. Raises OSError if the directory cannot be listed; a missing one is empty. Of an
     object store, what is there now.
     """
-    refresh(directory)
-    walked = walk(directory)
+    pull_from_store(directory)
+    walked = walk_lineage(directory)
     return walked.entries, walked.skipped
 
 
-def walk(directory: str | os.PathLike[str]) -> LineageWalk:
+def walk_lineage(directory: str | os.PathLike[str]) -> LineageWalk:
     """The lineage as `lineage` has it, with links and end, for retention."""
     rounds: dict[int, list[CheckpointName]] = defaultdict(list)
-    for named in names(directory):
-        if named.hidden is None:
+    for named in list_names(directory):
+        if named.hidden_kind is None:
             rounds[named.round].append(named)
     entries: list[Entry] = []
     skipped: list[SkippedCheckpoint] = []
@@ -146,15 +146,15 @@ def walk(directory: str | os.PathLike[str]) -> LineageWalk:
     while number is not None:
         oldest = number
         manifests: list[Manifest] = []
-        for named in sorted(rounds[number], key=lambda each: (each.step, each.replacement), reverse=True):
-            manifest = examine(named)
+        for named in sorted(rounds[number], key=lambda each: (each.step, each.is_replacement), reverse=True):
+            manifest = read_named_manifest(named)
             if isinstance(manifest, Unreadable):
                 skipped.append(SkippedCheckpoint(named.path, manifest.why))
                 continue
             manifests.append(manifest)
             links.setdefault(number, named.path)
             damage = (_file_damage(named.path, name, state) for name, state in manifest.all_files.items())
-            why = _beyond(manifest, limit, newer, parent_checksum) or next(filter(None, damage), None)
+            why = _why_beyond_lineage(manifest, limit, newer, parent_checksum) or next(filter(None, damage), None)
             if why is None:
                 entries.append(Entry(named.path, manifest))
             else:
@@ -180,7 +180,7 @@ def walk(directory: str | os.PathLike[str]) -> LineageWalk:
     return LineageWalk(entries, skipped, links, oldest)
 
 
-def examine(named: CheckpointName) -> Manifest | Unreadable:
+def read_named_manifest(named: CheckpointName) -> Manifest | Unreadable:
     """The manifest under a name, if the two agree."""
     manifest = read(named.path)
     if isinstance(manifest, Manifest) and (manifest.round, manifest.step) != (named.round, named.step):
@@ -212,13 +212,13 @@ def open_verified(entry: Entry, name: str = STATE, from_disk: bool = False) -> i
     """
     if store_of(entry.path.parent) is not None:
         try:
-            return _open_verified(entry, name, from_disk)
+            return _open_verified_once(entry, name, from_disk)
         except CheckpointCorrupt:
             (entry.path / name).unlink(missing_ok=True)
-    return _open_verified(entry, name, from_disk)
+    return _open_verified_once(entry, name, from_disk)
 
 
-def _open_verified(entry: Entry, name: str, from_disk: bool) -> int:
+def _open_verified_once(entry: Entry, name: str, from_disk: bool) -> int:
     manifest = entry.manifest
     expected = manifest.all_files[name]
     algorithm = expected[1].partition(":")[0]
@@ -231,27 +231,27 @@ def _open_verified(entry: Entry, name: str, from_disk: bool) -> int:
     fd = -1
     try:
         if (store := store_of(entry.path.parent)) is not None:
-            fd = store.fetch(entry.path, name)
+            fd = store.fetch_and_open(entry.path, name)
         else:
             fd = os.open(entry.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is damage, too
         if from_disk:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where O_DIRECT is refused
             with contextlib.suppress(OSError):
                 fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
-        _check(fd, name, expected, checksum)
+        _verify_file(fd, name, expected, checksum)
     except BaseException as error:
         if fd >= 0:
             os.close(fd)
-        if isinstance(error, OSError) and error.errno in _DAMAGE:
+        if isinstance(error, OSError) and error.errno in _DAMAGE_ERRNOS:
             raise CheckpointCorrupt(f"{name} cannot be read: {error.strerror}") from error
         raise
     return fd
 
 
-def _check(fd: int, name: str, expected: FileState, checksum: Checksum) -> None:
+def _verify_file(fd: int, name: str, expected: FileState, checksum: Checksum) -> None:
     size = os.fstat(fd).st_size
     if size != expected[0]:
-        raise CheckpointCorrupt(_wrong_size(name, size, expected))
+        raise CheckpointCorrupt(_wrong_size_reason(name, size, expected))
     buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # at the beginning of a page, as O_DIRECT requires
     cache = CacheWindows(fd)
     done = 0
@@ -267,12 +267,12 @@ def _check(fd: int, name: str, expected: FileState, checksum: Checksum) -> None:
             raise CheckpointCorrupt(f"{name} ended early while being read")
         checksum.update(buffer[:count])
         done += count
-        cache.passed(done)
+        cache.mark_read_until(done)
     if str(checksum) != expected[1]:
         raise CheckpointCorrupt(f"{name} does not match its checksum: it was damaged after it was written")
 
 
-def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str | None) -> str | None:
+def _why_beyond_lineage(found: Manifest, limit: int | None, newer: int, parent_checksum: str | None) -> str | None:
     if limit is None:
         return None
     if found.step > limit:
@@ -286,13 +286,13 @@ def _file_damage(path: Path, name: str, expected: FileState) -> str | None:
     try:
         status = os.stat(path / name)
     except FileNotFoundError:
-        return object_store.damage(path, name)
+        return object_store.why_not_in_store(path, name)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):
         return f"{name} is not a file"
-    return None if status.st_size == expected[0] else _wrong_size(name, status.st_size, expected)
+    return None if status.st_size == expected[0] else _wrong_size_reason(name, status.st_size, expected)
 
 
-def _wrong_size(name: str, size: int, expected: FileState) -> str:
+def _wrong_size_reason(name: str, size: int, expected: FileState) -> str:
     return f"{name} has {size} bytes, its manifest says {expected[0]}: it was cut short or replaced"

@@ -38,14 +38,14 @@ try:
     _ALGORITHMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 except ImportError:  # an interpreter of the job's own that has this library, but not what it depends on
     _ALGORITHMS = {"sha256": hashlib.sha256}
-ALGORITHM = next(iter(_ALGORITHMS))
+CHECKSUM_ALGORITHM = next(iter(_ALGORITHMS))
 """The algorithm of new checkpoints. The checksum finds damage, not forgery, and xxh3 takes a tenth of sha256's time
 (0.04 s instead of 0.57 s a gigabyte); `xxhsum -H2 state.pt` checks a file by hand."""
 NO_CHECKSUM = "none:"
 """The checksum of a state in memory."""
 _MAX_BYTES = 1 << 20
 """Ten thousand ranks' files fit."""
-_LARGEST = 1 << 63
+_INTEGER_LIMIT = 1 << 63
 
 
 FileState = tuple[int, str]
@@ -78,7 +78,7 @@ class Manifest:
             raise ValueError(
                 f"round {self.round}, step {self.step}: no number may be negative, and world_size must be at least 1"
             )
-        if max(self.round, self.step, self.bytes, self.world_size) >= _LARGEST:
+        if max(self.round, self.step, self.bytes, self.world_size) >= _INTEGER_LIMIT:
             raise ValueError("a number does not fit 64 bits")
         if self.parent is not None and not (0 <= self.parent[0] < self.round and 0 <= self.parent[1] <= self.step):
             raise ValueError(
@@ -109,7 +109,7 @@ class Manifest:
         return json.dumps(content, indent=1).encode() + b"\n"
 
     @property
-    def trained(self) -> tuple[int, int] | None:
+    def trained_as(self) -> tuple[int, int] | None:
         """The parent of a round that resumes from this: the (round, step) that trained it, so that re-linked
         checkpoints in between may be deleted.
         """
@@ -117,7 +117,7 @@ class Manifest:
 
     def relinked_to(self, round: int) -> Manifest:
         """The manifest as the first checkpoint of `round`, which resumed from this one."""
-        return replace(self, round=round, parent=self.trained, relinked=True)
+        return replace(self, round=round, parent=self.trained_as, relinked=True)
 
 
 def shard_name(rank: int) -> str:
@@ -141,7 +141,7 @@ class Unreadable:
 def read(checkpoint: Path) -> Manifest | Unreadable:
     """The manifest in the directory `checkpoint`."""
     try:
-        with open(checkpoint / MANIFEST, "rb", opener=_open_at_once) as file:
+        with open(checkpoint / MANIFEST, "rb", opener=_open_nonblocking) as file:
             data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
@@ -150,7 +150,7 @@ def read(checkpoint: Path) -> Manifest | Unreadable:
     return parse(data)
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     """Also a pipe, which is damage."""
     return os.open(path, flags | os.O_NONBLOCK)
 
@@ -194,7 +194,7 @@ def parse(data: bytes) -> Manifest | Unreadable:
 class Checksum:
     """A checksum that is computed piece by piece. Raises LookupError for an algorithm that this interpreter lacks."""
 
-    def __init__(self, algorithm: str = ALGORITHM) -> None:
+    def __init__(self, algorithm: str = CHECKSUM_ALGORITHM) -> None:
         self._algorithm = algorithm
         self._digest = _ALGORITHMS[algorithm]()
 

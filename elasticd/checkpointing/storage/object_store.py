@@ -7,9 +7,9 @@
     <url>/.newest                   the name of the last commit, for stores whose listings lag
 
 The rest of this package works on a local directory, a copy of the store's: `pull` makes its names and manifests those
-of the store, `fetch` gets a file when it is opened, and a new checkpoint is put into the store before it gets its name
-here. So this node never has a checkpoint that the store lacks, and the copy may be deleted at any time. Its path tells
-where the store is: …/s3:/bucket/prefix (docs/adr/0014). No torch here.
+of the store, `fetch_and_open` gets a file when it is opened, and a new checkpoint is put into the store before it gets
+its name here. So this node never has a checkpoint that the store lacks, and the copy may be deleted at any time. Its
+path tells where the store is: …/s3:/bucket/prefix (docs/adr/0014). No torch here.
 
 An object store gives less than a file system: no rename, no lock, and in some stores no immediate listing. What is
 built instead:
@@ -43,12 +43,12 @@ from typing import Any
 
 from elasticd.bounded_json import JsonObject
 from elasticd.checkpointing.storage.manifest import MANIFEST, Checksum, FileState, Manifest, parse
-from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package, scheme_index, url_of
+from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package_reason, scheme_index, url_of
 from elasticd.errors import DirectoryInUse, ObjectStoreError
 
-_Info = Mapping[str, Any]
+_ObjectInfo = Mapping[str, Any]
 """An object as fsspec describes it."""
-_Objects = dict[str, Any]
+_ObjectsByKey = dict[str, Any]
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # Short timeouts, and few tries of the client's own: a call is tried again here. Four parts of 50 MB are in memory
     # at a time.
@@ -58,7 +58,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _OWNER, _NEWEST, _REMOTE, _RESERVED = ".owner.json", ".newest", ".remote", ".reserved"
-_MARK = re.compile(r"\.went-back-to-s[0-9]+")
+_WENT_BACK_MARK = re.compile(r"\.went-back-to-s[0-9]+")
 _PATIENCE_S = 20.0
 """The patience of a save: training continues meanwhile, and the next save tries again. At a job's start a wrong address
 is reported soon."""
@@ -66,10 +66,12 @@ RESTORE_PATIENCE_S = 300.0
 """The patience of a restore: without it the job cannot continue."""
 BRIEF_PATIENCE_S = 3.0
 """The patience of a restore that has a state in memory."""
-_LOCKS = 64
+_FILE_LOCKS = 64
 _FEWEST_TRIES, _PAUSE_MAX_S = 3, 5.0
-_MOST_SUPERSEDED = 100
+_MOST_SUPERSEDED_RUNS = 100
 _BLOCK_BYTES = 8 << 20
+TakeoverWarning = str
+"""A sentence about the run from which a store was taken, "" if it was free."""
 
 
 def store_of(directory: str | os.PathLike[str]) -> ObjectStore | None:
@@ -92,23 +94,23 @@ class ObjectStore:
 
     # --- which run may write -----------------------------------------------------------------------------------------
 
-    def claim(self, job: str, run: str) -> str:
+    def claim(self, job: str, run: str) -> TakeoverWarning:
         """Take the store for this run; returns a sentence if an earlier run has not released it. A second call changes
         nothing. Raises DirectoryInUse if a later run has taken it.
         """
         own = {"job": job, "run": run}
-        self._check_private()
-        owner = self._owner()
+        self._make_private_directory()
+        owner = self._read_owner()
         taken_from = ""
         if {key: owner.get(key) for key in own} != own:
             superseded = owner.get("superseded", [])
             if owner.get("run") is not None:
                 if [job, run] in superseded:
-                    raise DirectoryInUse(self._superseded(owner, own))
-                superseded = [*superseded, [owner["job"], owner["run"]]][-_MOST_SUPERSEDED:]
+                    raise DirectoryInUse(self._superseded_reason(owner, own))
+                superseded = [*superseded, [owner["job"], owner["run"]]][-_MOST_SUPERSEDED_RUNS:]
                 taken_from = (
-                    f"{self.url} was not released by {_who(owner)}: this run takes it, and if the other one still "
-                    "runs, its checkpoints are refused from now on"
+                    f"{self.url} was not released by {_run_in_words(owner)}: this run takes it, and if the other one "
+                    "still runs, its checkpoints are refused from now on"
                 )
             record = {"version": "1.0", **own, "host": socket.gethostname(), "superseded": superseded}
             self._put(_OWNER, json.dumps(record).encode())
@@ -118,14 +120,14 @@ class ObjectStore:
 
     def release(self, job: str, run: str) -> None:
         """The run has ended: the next one need not be warned."""
-        owner = self._owner()
+        owner = self._read_owner()
         if (owner.get("job"), owner.get("run")) == (job, run):
             self._put(_OWNER, json.dumps({**owner, "run": None}).encode())
 
     def holder(self) -> str | None:
         """The run that has not released the store, for people."""
-        owner = self._owner()
-        return _who(owner) if owner.get("run") is not None else None
+        owner = self._read_owner()
+        return _run_in_words(owner) if owner.get("run") is not None else None
 
     def _check_owner(self) -> None:
         """Before each change. Raises ObjectStoreError if a later run has taken the store."""
@@ -134,20 +136,20 @@ class ObjectStore:
 
     def _is_claimed(self) -> bool:
         """False if no run has claimed the store. Raises ObjectStoreError if a later run has taken it."""
-        owner, own = self._owner(), self._run
+        owner, own = self._read_owner(), self._run
         if (
             own is not None
             and owner.get("run") is not None
             and (owner["job"], owner["run"]) != (own["job"], own["run"])
         ):
-            raise ObjectStoreError(self._superseded(owner, own))
+            raise ObjectStoreError(self._superseded_reason(owner, own))
         return bool(owner)
 
     def assume_claimed(self, job: str, run: str) -> None:
         """The launcher has claimed it for this run: the next change, or `pull`, finds out otherwise."""
         self._run = {"job": job, "run": run}
 
-    def _owner(self) -> JsonObject:
+    def _read_owner(self) -> JsonObject:
         data = self._get(_OWNER)
         try:
             owner: JsonObject = json.loads(data or b"{}")
@@ -155,15 +157,15 @@ class ObjectStore:
         except (ValueError, AttributeError):
             return {}  # overwritten by hand
 
-    def _superseded(self, found: Mapping[str, Any], own: Mapping[str, str]) -> str:
+    def _superseded_reason(self, found: Mapping[str, Any], own: Mapping[str, str]) -> str:
         return (
-            f"{self.url} was taken by {_who(found)}; this is run {own['run']!r} of job {own['job']!r}. Stop one of "
-            f"them, or use another prefix; if that run has ended, delete {self.url}/{_OWNER}"
+            f"{self.url} was taken by {_run_in_words(found)}; this is run {own['run']!r} of job {own['job']!r}. "
+            f"Stop one of them, or use another prefix; if that run has ended, delete {self.url}/{_OWNER}"
         )
 
     def has_bucket(self) -> bool:
         """True if the bucket exists, and these credentials may see it."""
-        return bool(self._files.fs.exists(self._root.partition("/")[0]))
+        return bool(self._file_system.fs.exists(self._root.partition("/")[0]))
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -175,17 +177,17 @@ class ObjectStore:
         """
         if self._run is not None and not self._is_claimed():
             raise ObjectStoreError(f"{self.url}/{_OWNER} is gone: was the prefix, or the bucket, deleted?")
-        listed: dict[str, _Objects] = {}
+        listed: dict[str, _ObjectsByKey] = {}
         marks = set()
-        for key, info in self._list("").items():
+        for key, info in self._list_below("").items():
             name, slash, file = key.partition("/")
             if slash and is_name(name):
                 listed.setdefault(name, {})[file] = info
-            elif _MARK.fullmatch(name):
+            elif _WENT_BACK_MARK.fullmatch(name):
                 marks.add(name)
         newest = (self._get(_NEWEST) or b"").decode(errors="replace")
-        self._check_private()
-        with self._locked():
+        self._make_private_directory()
+        with self._lock_copy():
             local = {name for name in os.listdir(self._directory) if is_name(name)}
             for name in local | ({newest} if is_name(newest) else set()):
                 if MANIFEST not in listed.get(name, {}) and (info := self._info(f"{name}/{MANIFEST}")) is not None:
@@ -194,7 +196,7 @@ class ObjectStore:
                 _remove(self._directory / name)
             for name, files in listed.items():
                 self._pull_name(name, files)
-            for mark in {listed for listed in os.listdir(self._directory) if _MARK.fullmatch(listed)} ^ marks:
+            for mark in {listed for listed in os.listdir(self._directory) if _WENT_BACK_MARK.fullmatch(listed)} ^ marks:
                 if mark in marks:
                     (self._directory / mark).touch(0o600)
                 else:
@@ -202,8 +204,8 @@ class ObjectStore:
 
     def _pull_name(self, name: str, files: Mapping[str, Any]) -> None:
         path = self._directory / name
-        version = _version(files[MANIFEST]) if MANIFEST in files else ""
-        if path.is_dir() and _read_remote(path).get("version") == version:
+        version = _object_version(files[MANIFEST]) if MANIFEST in files else ""
+        if path.is_dir() and _read_remote_record(path).get("version") == version:
             return
         data = self._get(f"{name}/{MANIFEST}") if version else None
         manifest = parse(data) if data is not None else None
@@ -211,10 +213,10 @@ class ObjectStore:
         if isinstance(manifest, Manifest):
             present = {f"{name}/{file}": info for file, info in files.items()}
             damage = self._find_missing(name, manifest.all_files, present)
-        if data is not None and _content(path / MANIFEST) == data:
-            _write_remote(path, version, damage)
+        if data is not None and _read_or_none(path / MANIFEST) == data:
+            _write_remote_record(path, version, damage)
         else:
-            self._place(name, data, version, damage)
+            self._place_manifest(name, data, version, damage)
 
     def _find_missing(self, name: str, files: Mapping[str, FileState], present: Mapping[str, Any]) -> dict[str, str]:
         """Sentences about the files that the store lacks. A listing may lag: the object itself is looked up."""
@@ -229,28 +231,28 @@ class ObjectStore:
                 missing[file] = f"{file} has {info['size']} bytes in {self.url}/{name}, its manifest says {size}"
         return missing
 
-    def _place(self, name: str, manifest: bytes | None, version: str, damage: Mapping[str, str]) -> None:
+    def _place_manifest(self, name: str, manifest: bytes | None, version: str, damage: Mapping[str, str]) -> None:
         """A checkpoint without its files, under its name."""
         staging = self._directory / f".pulled.{secrets.token_hex(4)}"
         staging.mkdir(mode=0o700)
-        _write_remote(staging, version, damage)
+        _write_remote_record(staging, version, damage)
         if manifest is not None:
             (staging / MANIFEST).write_bytes(manifest)
         _remove(self._directory / name)
         os.rename(staging, self._directory / name)
 
-    def place(self, name: str, manifest: Manifest) -> None:
+    def place_manifest(self, name: str, manifest: Manifest) -> None:
         """Know a checkpoint that another node has read, as `pull` would. Raises OSError."""
-        self._check_private()
-        with self._locked():
+        self._make_private_directory()
+        with self._lock_copy():
             if not (self._directory / name).is_dir():
-                self._place(name, manifest.to_json(), "", {})
+                self._place_manifest(name, manifest.to_json(), "", {})
 
-    def fetch(self, path: Path, file: str) -> int:
+    def fetch_and_open(self, path: Path, file: str) -> int:
         """Open a file of the checkpoint `path`; it is copied to this node if it is not here. Raises FileNotFoundError
         if the store does not have it, ObjectStoreError if it cannot be copied.
         """
-        with self._locked(zlib.crc32(f"{path.name}/{file}".encode()) % _LOCKS):
+        with self._lock_copy(zlib.crc32(f"{path.name}/{file}".encode()) % _FILE_LOCKS):
             if not (path / file).exists():
                 copy = path / f".{file}.copy"
                 try:
@@ -296,7 +298,7 @@ class ObjectStore:
             self._call("rm_file", f"{name}/{part}")
         return content
 
-    def put(self, staged: Path, name: str, files: Iterable[str]) -> None:
+    def put_files(self, staged: Path, name: str, files: Iterable[str]) -> None:
         """Put files of the local directory `staged`. Raises ObjectStoreError if a later run has taken the store."""
         self._check_owner()
         for file in files:
@@ -309,7 +311,7 @@ class ObjectStore:
         """
         if self._scheme != "s3":
             return
-        s3 = self._files.fs
+        s3 = self._file_system.fs
         bucket, _, prefix = f"{self._root}/{below}".partition("/")
         # It may be forbidden, and then a rule of the bucket has to do it; where the store is away, the upload says so.
         with contextlib.suppress(Exception):
@@ -339,46 +341,47 @@ class ObjectStore:
             with contextlib.suppress(FileNotFoundError):
                 self._call("rm_file", f"{name}/{MANIFEST}")
         if source is None:
-            self.put(staged, name, [file for file in files if (staged / file).exists()])  # the rest: by other nodes
+            own = [file for file in files if (staged / file).exists()]  # the rest: by other nodes
+            self.put_files(staged, name, own)
         else:
             for file in files:
                 self._call("cp_file", f"{source}/{file}", f"{name}/{file}")
-        if damage := self._find_missing(name, files, self._list(name)):
+        if damage := self._find_missing(name, files, self._list_below(name)):
             raise ObjectStoreError("; ".join(damage.values()))
         self._check_owner()  # the upload may have taken long
         self._put(f"{name}/{MANIFEST}", manifest.to_json(), create=True)
         self._put(_NEWEST, name.encode())
-        _write_remote(staged, _version(self._info(f"{name}/{MANIFEST}")), {})
+        _write_remote_record(staged, _object_version(self._info(f"{name}/{MANIFEST}")), {})
 
-    def delete(self, name: str) -> None:
+    def delete_checkpoint(self, name: str) -> None:
         """The manifest first: it is no checkpoint from then on."""
         self._check_owner()
         with contextlib.suppress(FileNotFoundError):
             self._call("rm_file", f"{name}/{MANIFEST}")
-        if keys := [key for key in self._list(name) if key != f"{name}/{MANIFEST}"]:
+        if keys := [key for key in self._list_below(name) if key != f"{name}/{MANIFEST}"]:
             with contextlib.suppress(FileNotFoundError):
                 self._call("rm", keys)
 
-    def rename(self, old: str, new: str) -> None:
+    def rename_checkpoint(self, old: str, new: str) -> None:
         """A checkpoint is set aside."""
         self._check_owner()
-        files = [key.partition("/")[2] for key in self._list(old)]
+        files = [key.partition("/")[2] for key in self._list_below(old)]
         for file in sorted(files, key=lambda file: file == MANIFEST):
             self._call("cp_file", f"{old}/{file}", f"{new}/{file}")
-        self.delete(old)
+        self.delete_checkpoint(old)
 
-    def write(self, name: str, content: bytes = b"") -> None:
+    def write_small_file(self, name: str, content: bytes = b"") -> None:
         """A small file beside the checkpoints. Raises ObjectStoreError if a later run has taken the store."""
         self._check_owner()
         self._put(name, content)
 
-    def read(self, name: str) -> bytes | None:
+    def read_small_file(self, name: str) -> bytes | None:
         """A small file beside the checkpoints; None without one."""
         return self._get(name)
 
-    def drop_copies(self, keep: Path) -> None:
+    def drop_local_copies(self, keep: Path) -> None:
         """Files of other checkpoints than `keep` on this node: they can be fetched again."""
-        with self._locked():
+        with self._lock_copy():
             for mark in self._directory.glob(f"*/{_REMOTE}"):
                 if mark.parent != keep:
                     for file in {*mark.parent.glob("*"), *mark.parent.glob(".*")}:
@@ -387,19 +390,19 @@ class ObjectStore:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def _list(self, name: str) -> _Objects:
+    def _list_below(self, name: str) -> _ObjectsByKey:
         """The objects below a name, by keys relative to the URL."""
-        self._files.invalidate_cache()
+        self._file_system.invalidate_cache()
         try:
-            listed: _Objects = self._call("find", name, detail=True)
+            listed: _ObjectsByKey = self._call("find", name, detail=True)
         except FileNotFoundError:
             return {}
         return listed
 
-    def _info(self, key: str) -> _Info | None:
-        self._files.invalidate_cache()
+    def _info(self, key: str) -> _ObjectInfo | None:
+        self._file_system.invalidate_cache()
         try:
-            info: _Info = self._call("info", key)
+            info: _ObjectInfo = self._call("info", key)
         except FileNotFoundError:
             return None
         return info if info["type"] == "file" else None
@@ -425,9 +428,9 @@ class ObjectStore:
             self._call("pipe_file", key, data)
 
     @functools.cached_property
-    def _files(self) -> Any:
+    def _file_system(self) -> Any:
         """fsspec's file system of the URL. Raises ObjectStoreError without the package."""
-        if why := missing_package(self._directory):
+        if why := missing_package_reason(self._directory):
             raise ObjectStoreError(why)
         import fsspec
 
@@ -441,14 +444,14 @@ class ObjectStore:
         import tenacity
 
         again = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_may_pass),
+            retry=tenacity.retry_if_exception(_is_transient),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=_PAUSE_MAX_S),
             stop=tenacity.stop_all(
                 tenacity.stop_after_delay(patience_s or self.patience_s), tenacity.stop_after_attempt(_FEWEST_TRIES)
             ),
             reraise=True,
         )
-        method = getattr(self._files, verb)
+        method = getattr(self._file_system, verb)
         try:
             return again(method, *args, **options)
         except FileNotFoundError:
@@ -458,9 +461,9 @@ class ObjectStore:
         except Exception as error:
             if isinstance(error, OSError) and error.errno == errno.ENOSYS:
                 raise NotImplementedError from None
-            raise ObjectStoreError(f"{self.url}: {_sentence(error)}") from error
+            raise ObjectStoreError(f"{self.url}: {_error_sentence(error)}") from error
 
-    def _check_private(self) -> None:
+    def _make_private_directory(self) -> None:
         """Make the local directory. Other users might have made the root of all copies, or what is below it."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         at = scheme_index(self._directory)
@@ -469,8 +472,8 @@ class ObjectStore:
                 raise ObjectStoreError(f"{path} belongs to another user; set {CACHE_VARIABLE}")
 
     @contextlib.contextmanager
-    def _locked(self, number: int = _LOCKS) -> Iterator[None]:
-        """One process of this node at a time changes the copy; numbers below _LOCKS: copies a file."""
+    def _lock_copy(self, number: int = _FILE_LOCKS) -> Iterator[None]:
+        """One process of this node at a time changes the copy; numbers below _FILE_LOCKS: copies a file."""
         fd = os.open(self._directory / f".copying-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -480,9 +483,9 @@ class ObjectStore:
             os.close(fd)
 
 
-def damage(path: Path, file: str) -> str | None:
+def why_not_in_store(path: Path, file: str) -> str | None:
     """The reason why the store does not have a file that is not on this node; None: it does."""
-    remote = _read_remote(path)
+    remote = _read_remote_record(path)
     return remote["damage"].get(file) if remote else f"{file} is missing"
 
 
@@ -491,25 +494,25 @@ def cached_store(directory: Path, url: str) -> ObjectStore:
     return ObjectStore(directory, url)
 
 
-def _version(info: Mapping[str, Any] | None) -> str:
+def _object_version(info: Mapping[str, Any] | None) -> str:
     """The version of an object: it changes with each put."""
     named = ("ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created")
     return next((f"{info['size']} {info[name]}" for name in named if name in info), "") if info else ""
 
 
-def _read_remote(path: Path) -> _Objects:
+def _read_remote_record(path: Path) -> _ObjectsByKey:
     try:
-        objects: _Objects = json.loads((path / _REMOTE).read_bytes())
+        objects: _ObjectsByKey = json.loads((path / _REMOTE).read_bytes())
     except (OSError, ValueError):
         return {}
     return objects
 
 
-def _write_remote(path: Path, version: str, damage: Mapping[str, str]) -> None:
+def _write_remote_record(path: Path, version: str, damage: Mapping[str, str]) -> None:
     (path / _REMOTE).write_text(json.dumps({"version": version, "damage": damage}), encoding="ascii")
 
 
-def _content(path: Path) -> bytes | None:
+def _read_or_none(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except OSError:
@@ -523,7 +526,7 @@ def _remove(path: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     """True unless the same call would fail in the same way."""
     final = (
         FileNotFoundError,
@@ -538,11 +541,11 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, Exception) and not (isinstance(error, final) or no_credentials or full)
 
 
-def _who(found: Mapping[str, Any]) -> str:
+def _run_in_words(found: Mapping[str, Any]) -> str:
     return f"run {found.get('run')!r} of job {found.get('job')!r} on {found.get('host')}"
 
 
-def _sentence(error: Exception) -> str:
+def _error_sentence(error: Exception) -> str:
     text = (
         (isinstance(error, OSError) and error.strerror) or str(error).strip().partition("\n")[0] or type(error).__name__
     )

@@ -30,11 +30,11 @@ def resolve(directory: str | os.PathLike[str], root: str = "") -> Path:
         return path.absolute()
     if ".." in path.parts[at:] or len(path.parts) < at + 2:
         raise UsageError(f"{url_of(path)} names no bucket")
-    root = root or os.environ.get(CACHE_VARIABLE) or own_directory(f"/var/tmp/elasticd-objects-{os.getuid()}")
+    root = root or os.environ.get(CACHE_VARIABLE) or make_own_directory(f"/var/tmp/elasticd-objects-{os.getuid()}")
     return Path(root, *path.parts[at:])
 
 
-def own_directory(path: str) -> str:
+def make_own_directory(path: str) -> str:
     """`path`, made for this user alone: all users may write above it. Raises UsageError."""
     with contextlib.suppress(OSError):
         os.mkdir(path, 0o700)
@@ -51,7 +51,7 @@ def url_of(directory: Path) -> str | None:
     return None if at is None else f"{directory.parts[at]}//{'/'.join(directory.parts[at + 1 :])}"
 
 
-def shown(path: Path) -> str:
+def path_or_url(path: Path) -> str:
     """The directory as people write it."""
     return url_of(path) or str(path)
 
@@ -62,7 +62,7 @@ def package_of(directory: Path) -> str | None:
     return None if at is None else PACKAGES[directory.parts[at][:-1]]
 
 
-def missing_package(directory: Path) -> str | None:
+def missing_package_reason(directory: Path) -> str | None:
     """One sentence if this interpreter lacks what the store of `directory` needs."""
     package = package_of(directory)
     if package is None or importlib.util.find_spec(package) is not None:

@@ -13,12 +13,12 @@ import time
 from collections import deque
 
 WINDOW_BYTES = 8 << 20
-WINDOWS = 4
+CACHED_WINDOWS = 4
 """The number of windows that stay, for processes that read the same file a little later."""
-LEAST_WAIT_S, MOST_WAIT_S = 0.05e-9, 2.5e-9
+LEAST_WAIT_S_PER_BYTE, MOST_WAIT_S_PER_BYTE = 0.05e-9, 2.5e-9
 """The wait for a byte. What was waited for less was in the cache already, and what was waited for longer stays there:
 reading it again would take longer than the first touch of its memory."""
-AVERAGED = 8
+AVERAGED_WINDOWS = 8
 """Windows over which a wait is averaged: the kernel reads ahead of what is asked for."""
 
 
@@ -28,23 +28,23 @@ class CacheWindows:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._start = 0
-        self._waits_s: deque[float] = deque(maxlen=AVERAGED)
+        self._waits_s: deque[float] = deque(maxlen=AVERAGED_WINDOWS)
         self._brought: deque[int] = deque()
         """Windows that reading has brought into the cache."""
-        self._began = self._now()
+        self._began = self._wait_clock_s()
 
-    def passed(self, end: int) -> None:
+    def mark_read_until(self, end: int) -> None:
         """Everything before `end` has been read."""
         while self._start + WINDOW_BYTES <= end:
-            self._waits_s.append(self._now() - self._began)
+            self._waits_s.append(self._wait_clock_s() - self._began)
             wait_s = sum(self._waits_s) / len(self._waits_s) / WINDOW_BYTES
-            if LEAST_WAIT_S <= wait_s <= MOST_WAIT_S:
+            if LEAST_WAIT_S_PER_BYTE <= wait_s <= MOST_WAIT_S_PER_BYTE:
                 self._brought.append(self._start)
             self._start += WINDOW_BYTES
-            while self._brought and self._brought[0] < self._start - WINDOWS * WINDOW_BYTES:
+            while self._brought and self._brought[0] < self._start - CACHED_WINDOWS * WINDOW_BYTES:
                 os.posix_fadvise(self._fd, self._brought.popleft(), WINDOW_BYTES, os.POSIX_FADV_DONTNEED)
-            self._began = self._now()
+            self._began = self._wait_clock_s()
 
-    def _now(self) -> float:
+    def _wait_clock_s(self) -> float:
         """The time at which this thread waits; it stands still while the thread computes."""
         return time.perf_counter() - time.thread_time()

@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from elasticd.checkpointing.storage.atomic_write import discard, fsync_directory, sweep
+from elasticd.checkpointing.storage.atomic_write import discard_checkpoint, fsync_directory, sweep_unfinished
 from elasticd.checkpointing.storage.lineage import (
     CheckpointName,
     Entry,
     LineageWalk,
-    examine,
     find_damage,
-    names,
-    refresh,
-    walk,
+    list_names,
+    pull_from_store,
+    read_named_manifest,
+    walk_lineage,
 )
 from elasticd.checkpointing.storage.manifest import Unreadable
 from elasticd.checkpointing.storage.object_store import store_of
@@ -34,40 +34,40 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one checkpoint must stay")
-    refresh(directory)
+    pull_from_store(directory)
     # Before the walk: what another node publishes from now on, also in the place of another one, is not deleted.
-    present = [named for named in names(directory) if named.hidden is None]
-    seen = {named.path: _identity(named.path) for named in present}
-    walked = walk(directory)
-    if not _to_delete(present, walked, 0, own_round, keep, keep_every):
+    present = [named for named in list_names(directory) if named.hidden_kind is None]
+    seen = {named.path: _device_and_inode(named.path) for named in present}
+    walked = walk_lineage(directory)
+    if not _paths_to_delete(present, walked, 0, own_round, keep, keep_every):
         return []
     trusted = store_of(directory) is not None
     anchor = next((i for i, entry in enumerate(walked.entries) if trusted or find_damage(entry) is None), None)
     if anchor is None:
         return []
     deleted = []
-    for path in _to_delete(present, walked, anchor, own_round, keep, keep_every):
-        if _identity(path) == seen[path]:
-            discard(path)
+    for path in _paths_to_delete(present, walked, anchor, own_round, keep, keep_every):
+        if _device_and_inode(path) == seen[path]:
+            discard_checkpoint(path)
             deleted.append(path)
     good = walked.entries[anchor].manifest
-    sweep(Path(directory), own_round, settled=good.round == own_round and not good.relinked)
+    sweep_unfinished(Path(directory), own_round, with_older_rounds=good.round == own_round and not good.relinked)
     return deleted
 
 
-def _to_delete(
+def _paths_to_delete(
     present: list[CheckpointName], found: LineageWalk, anchor: int, own_round: int, keep: int, keep_every: int
 ) -> list[Path]:
     """The checkpoints that may be deleted, in an order that keeps the lineage whole if interrupted: others first, then
     the oldest.
     """
-    staying = _kept(found, keep, keep_every, anchor)
+    staying = _kept_paths(found, keep, keep_every, anchor)
     own = [named for named in present if named.round == own_round]
     older: list[CheckpointName] = []
     if max((named.round for named in present), default=0) > own_round:
         # A newer round exists, so this writer is a zombie: it bounds its own files, and keeps what the lineage needs.
         newest = sorted(
-            (named for named in own if not isinstance(examine(named), Unreadable)),
+            (named for named in own if not isinstance(read_named_manifest(named), Unreadable)),
             key=lambda each: each.step,
             reverse=True,
         )
@@ -78,11 +78,11 @@ def _to_delete(
             older = [named for named in present if found.oldest_round <= named.round < own_round]
     lineage = {entry.path for entry in found.entries}
     deletable = [named for named in own + older if named.path not in staying and _is_deletable(named)]
-    deletable.sort(key=lambda each: (each.path in lineage, each.round, each.step, not each.replacement))
+    deletable.sort(key=lambda each: (each.path in lineage, each.round, each.step, not each.is_replacement))
     return [named.path for named in deletable]
 
 
-def _kept(found: LineageWalk, keep: int, keep_every: int, anchor: int) -> set[Path]:
+def _kept_paths(found: LineageWalk, keep: int, keep_every: int, anchor: int) -> set[Path]:
     """The newest `keep` steps, milestones and the one known to be good, with the links between their rounds."""
     # A round's re-linked first checkpoint and its parent are one step: the same data, often the same file.
     newest_steps: list[Entry] = []
@@ -94,7 +94,9 @@ def _kept(found: LineageWalk, keep: int, keep_every: int, anchor: int) -> set[Pa
             newest_steps.append(entry)
             steps.add(step)
     rounds = {entry.manifest.round for entry in newest_steps}
-    between = [link for round, link in found.links.items() if round not in rounds and round > min(rounds, default=0)]
+    between = [
+        link for round, link in found.link_of_round.items() if round not in rounds and round > min(rounds, default=0)
+    ]
     return {*(entry.path for entry in newest_steps), *between}
 
 
@@ -102,7 +104,7 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
     """Rename checkpoints of later steps than `step`, the newest first, and mark that the directory went back to it;
     returns their new paths. Nothing loads or deletes them any more. Raises OSError.
     """
-    later = [named for named in names(directory) if named.hidden is None and named.step > step]
+    later = [named for named in list_names(directory) if named.hidden_kind is None and named.step > step]
     renamed = []
     store = store_of(directory)
     for named in sorted(later, key=lambda each: (each.round, each.step), reverse=True):
@@ -111,22 +113,22 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
             number += 1
             target = named.path.with_name(f"{named.path.name}.aside{number}")
         if store is not None:
-            store.rename(named.path.name, target.name)
+            store.rename_checkpoint(named.path.name, target.name)
         named.path.rename(target)
         renamed.append(target)
     fsync_directory(Path(directory))  # the mark says that they are gone
-    went_back(directory, step).touch()
+    went_back_mark(directory, step).touch()
     if store is not None:
-        store.write(went_back(directory, step).name)
+        store.write_small_file(went_back_mark(directory, step).name)
     return renamed
 
 
-def went_back(directory: str | os.PathLike[str], step: int) -> Path:
+def went_back_mark(directory: str | os.PathLike[str], step: int) -> Path:
     """The file that is there once a directory went back to a step."""
     return Path(directory, f".went-back-to-s{step}")
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _device_and_inode(path: Path) -> tuple[int, int] | None:
     """The device and inode that have this name now; None if nothing has."""
     try:
         status = os.stat(path, follow_symlinks=False)
@@ -137,5 +139,5 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _is_deletable(named: CheckpointName) -> bool:
     """False for what only a newer elasticd, or a later try, can read."""
-    manifest = examine(named)
+    manifest = read_named_manifest(named)
     return not isinstance(manifest, Unreadable) or manifest.permanent
