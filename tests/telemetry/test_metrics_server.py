@@ -124,7 +124,7 @@ def test_who_opens_more_and_more_connections_closes_only_those_of_his_own() -> N
         prober = stack.enter_context(socket.create_connection(server.address, DEADLINE, ("127.0.0.2", 0)))
         for _ in range(4 * MAX_CONNECTIONS):
             stack.enter_context(connected(server))
-            assert eventually(lambda: len(server.listener.threads()) <= MAX_CONNECTIONS)
+            assert eventually(lambda: len(server.listener.connection_threads()) <= MAX_CONNECTIONS)
         prober.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert prober.recv(100).startswith(b"HTTP/1.1 200 ")
     assert server.close(DEADLINE / 4)
@@ -150,8 +150,8 @@ def test_a_page_that_hangs_cannot_hold_up_the_end() -> None:
     server = MetricsServer("127.0.0.1", 0, pages(status=hangs))
     with connected(server) as sock:
         sock.sendall(b"GET /status HTTP/1.0\r\n\r\n")
-        assert eventually(lambda: len(server.listener.threads()) == 1)
-        stuck = server.listener.threads()
+        assert eventually(lambda: len(server.listener.connection_threads()) == 1)
+        stuck = server.listener.connection_threads()
         begun = time.monotonic()
         assert not server.close(within=0.3)
         assert time.monotonic() - begun < DEADLINE / 2

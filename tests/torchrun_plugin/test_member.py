@@ -496,7 +496,7 @@ AB = _round(4, "a", "b")
     ],
 )
 def test_next_round(view: TorchrunView, now: float, settled: bool, expected: str | float | None) -> None:
-    verdict = next_round(view, ASKED, now, settled=settled)
+    verdict = next_round(view, ASKED, now, registrations_settled=settled)
     if isinstance(expected, str):
         assert verdict == _round(1 + (4 if view.current else 0), *expected)
     else:
@@ -521,4 +521,4 @@ def test_next_round(view: TorchrunView, now: float, settled: bool, expected: str
     ],
 )
 def test_membership_change(view: TorchrunView, settled: bool, expected: int) -> None:
-    assert membership_change(view, AB, ASKED, 10.0, settled=settled).node_count == expected
+    assert membership_change(view, AB, ASKED, 10.0, registrations_settled=settled).node_count == expected

@@ -30,7 +30,7 @@ from elasticd_agent.torchrun_plugin.options import PluginOptions
 from elasticd_agent.torchrun_plugin.plan import TorchrunMember, TorchrunRound
 
 BACKEND_NAME = "elasticd"
-_CHECK_IN_POLL_S = 0.02
+_MEMBERS_POLL_S = 0.02
 _FAREWELL_TIMEOUT_S = 1.0
 """The time for which rank 0 keeps its TCPStore for members that still read from it that all have finished."""
 _MAX_REJOIN_PAUSE_S = 30.0
@@ -103,7 +103,7 @@ class TorchrunHandler:
                     member = TorchrunMember(self._node, address, listener.getsockname()[1])
                     current = self._join(member, deadline)
                     rank = current.members.index(member)
-                    store = self._check_in(current, rank, listener, deadline)
+                    store = self._open_shared_tcp_store(current, rank, listener, deadline)
                 if store is not None:
                     break
                 time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
@@ -170,7 +170,9 @@ class TorchrunHandler:
             )
         return outcome
 
-    def _check_in(self, current: TorchrunRound, rank: int, listener: socket.socket, deadline: float) -> Any:
+    def _open_shared_tcp_store(
+        self, current: TorchrunRound, rank: int, listener: socket.socket, deadline: float
+    ) -> Any:
         """The round's TCPStore once every member has connected. None: one was lost before; join another round.
 
         Without it, a node lost between the round and its first use would end the others' agents: torchrun does not
@@ -201,7 +203,7 @@ class TorchrunHandler:
                     return None
                 if time.monotonic() >= deadline:
                     raise RendezvousTimeoutError(f"round {current.number}: not all nodes reach {host.address}")
-                time.sleep(_CHECK_IN_POLL_S)
+                time.sleep(_MEMBERS_POLL_S)
         except RendezvousTimeoutError:
             raise
         except (OSError, RuntimeError) as e:  # of the socket and of TCPStore: the host is gone

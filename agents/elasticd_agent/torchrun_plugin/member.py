@@ -17,7 +17,7 @@ Changes are read by one node only. A thousand nodes that join would each read a 
 the first of the join queue follows every change, and the others read when a round is published, or seldom.
 
 During an outage of the store nothing is known, so no membership change is reported and workers train on. After it, a
-node counts as missing only when every live node has had the time to register again (`_is_settled`).
+node counts as missing only when every live node has had the time to register again (`_are_registrations_settled`).
 """
 
 from __future__ import annotations
@@ -149,7 +149,11 @@ class Participant:
                 return MembershipChange(0, "")
             now = self._clock()
             return membership_change(
-                self._view, self._own_round, self._requirements, now, settled=self._is_settled(now)
+                self._view,
+                self._own_round,
+                self._requirements,
+                now,
+                registrations_settled=self._are_registrations_settled(now),
             )
 
     @property
@@ -219,7 +223,7 @@ class Participant:
             raise StoreUnavailable(self._why)
         return None
 
-    def _is_settled(self, now: float) -> bool:
+    def _are_registrations_settled(self, now: float) -> bool:
         """True once every live node has had the time to register again after an outage."""
         return self._up_since is not None and now - self._up_since >= self._granted_s + self._policy.renewal_s
 
@@ -309,13 +313,17 @@ class Participant:
         would each read N records N times. The others read when a round is published, or after a renewal.
         """
         with self._changed:
-            view, joining, settled = self._view, self._own_round is None, self._is_settled(now)
+            view, joining, registrations_settled = (
+                self._view,
+                self._own_round is None,
+                self._are_registrations_settled(now),
+            )
         if view is None or self._urgent:
             return 0.0
         queue = join_queue(view) if joining else []
         if self._dirty and (not queue or queue[0].node == self._node):
             return self._read_at + READ_DEBOUNCE_S - now
-        often = joining or not settled
+        often = joining or not registrations_settled
         return self._read_at + self._policy.renewal_s * (1 if often else RENEWALS_PER_READ) - now
 
     def _read_job(self) -> None:
@@ -365,14 +373,14 @@ class Participant:
         """
         now = self._clock()
         with self._changed:
-            view, own, settled = self._view, self._own_round, self._is_settled(now)
+            view, own, registrations_settled = self._view, self._own_round, self._are_registrations_settled(now)
             joining = self._candidate is not None and own is None
         if view is None or view.closed_by is not None:
             return None
         if own is not None and (view.current is None or view.current.number < own.number):
             self._publish(own)
         elif joining:
-            verdict = next_round(view, self._requirements, now, settled=settled)
+            verdict = next_round(view, self._requirements, now, registrations_settled=registrations_settled)
             if isinstance(verdict, NoRoundYet):
                 with self._changed:
                     self._why = verdict.why

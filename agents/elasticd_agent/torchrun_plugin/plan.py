@@ -111,15 +111,15 @@ def join_queue(view: TorchrunView) -> list[LiveCandidate]:
 
 
 def next_round(
-    view: TorchrunView, requirements: TorchrunRequirements, now: float, *, settled: bool
+    view: TorchrunView, requirements: TorchrunRequirements, now: float, *, registrations_settled: bool
 ) -> TorchrunRound | NoRoundYet:
-    """`settled` False: the store was unavailable lately, so a node without registration may be alive."""
+    """`registrations_settled` False: the store was unavailable lately, so a node without registration may be alive."""
     number, old = _number_and_ranks(view.current)
     joining = join_queue(view)
     returned = [p for p in joining if p.node in old]
     joining_names = {p.node for p in joining}
     registered = {p.node for p in view.candidates}
-    running = [node for node in old if node not in joining_names and (node in registered or not settled)]
+    running = [node for node in old if node not in joining_names and (node in registered or not registrations_settled)]
     if running:
         if not returned:
             return NoRoundYet(f"round {number} runs; its nodes stop for this node if there is room")
@@ -136,7 +136,12 @@ def next_round(
 
 
 def membership_change(
-    view: TorchrunView, own: TorchrunRound, requirements: TorchrunRequirements, now: float, *, settled: bool
+    view: TorchrunView,
+    own: TorchrunRound,
+    requirements: TorchrunRequirements,
+    now: float,
+    *,
+    registrations_settled: bool,
 ) -> MembershipChange:
     """The changes that invalidate our round; none: its workers continue."""
     # In a closed job a missing node has finished; if the round is missing or older, the store has lost its data.
@@ -145,7 +150,7 @@ def membership_change(
     if view.current != own:
         return MembershipChange(1, f"the job continued with round {view.current.number}, without this node")
     registered = {p.node for p in view.candidates}
-    lost = [m.node for m in own.members if m.node not in registered] if settled else []
+    lost = [m.node for m in own.members if m.node not in registered] if registrations_settled else []
     joining = join_queue(view)
     left = [p.node for p in joining if own.rank(p.node) is not None]
     added = [p for p in joining if own.rank(p.node) is None]

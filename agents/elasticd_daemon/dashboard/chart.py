@@ -25,8 +25,8 @@ _GEOMETRY = {
     "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "middle": TOP + RATE_H / 2,
     "base": TOP + RATE_H, "floor": TOP + RATE_H + GAP + BLOCKS_H,
 }  # fmt: skip
-COLUMNS = 180
-MAX_MARKS = 40
+RATE_COLUMNS = 180
+MAX_ROUND_MARKS = 40
 """The newest rounds of the window, which are marked with a line."""
 _TICK_DISTANCES_S = (
     *(1, 2, 5, 10, 15, 30),
@@ -87,7 +87,7 @@ def step_samples(job: JobStatus) -> tuple[StepSample, ...]:
 
 
 def rates_by_column(
-    samples: Sequence[StepSample], shown: TimeWindow, is_live: bool, columns: int = COLUMNS
+    samples: Sequence[StepSample], shown: TimeWindow, is_live: bool, columns: int = RATE_COLUMNS
 ) -> list[float | None]:
     """Steps per second in each of `columns` equal parts of the window; None where nothing is known.
 
@@ -141,7 +141,7 @@ def chart_values(job: JobStatus, now: float, seconds: float | None) -> dict[str,
         "areas": _areas(column_rates, most),
         "lost": [_lost_time_bar(row, shown) for row in rounds if row.lost_seconds],
         "blocks": [block for block in blocks if block is not None],
-        "marks": [_round_mark(row, shown) for row in rounds[-MAX_MARKS:] if row.at > shown.since],
+        "marks": [_round_mark(row, shown) for row in rounds[-MAX_ROUND_MARKS:] if row.at > shown.since],
         "geometry": _GEOMETRY,
     }
 
@@ -177,7 +177,7 @@ def _ticks(shown: TimeWindow) -> list[tuple[float, str]]:
 
 def _areas(column_rates: Sequence[float | None], most: float) -> list[tuple[str, str]]:
     """The outline of each stretch of known columns: with the base line, and without."""
-    base, width = TOP + RATE_H, (WIDTH - LEFT - RIGHT) / COLUMNS
+    base, width = TOP + RATE_H, (WIDTH - LEFT - RIGHT) / RATE_COLUMNS
     drawn: list[tuple[str, str]] = []
     column = 0
     while column < len(column_rates):

@@ -318,7 +318,7 @@ def test_silent_clients_block_no_one_else(serve: Serve, until: Until) -> None:
     with ExitStack() as stack:
         held = [stack.enter_context(one.connected()) for _ in range(MAX_CONNECTIONS)]
         tcp = one.server.listeners[1]
-        until(lambda: len(tcp.threads()) == MAX_CONNECTIONS, DEADLINE)
+        until(lambda: len(tcp.connection_threads()) == MAX_CONNECTIONS, DEADLINE)
         assert one.tcp(token=None).get("/healthz").code == 200, "a probe that fails costs a container"
         assert ended(held[0]), "the oldest of those that say nothing made room"
         assert one.unix().get("/v1/jobs").code == 200, "who is on the node itself still gets in"

@@ -334,7 +334,7 @@ class HttpServer(ThreadingHTTPServer):
             self._serving.join(max(0.0, until - time.monotonic()))
         self.server_close()
         self.cut_expired(math.inf)
-        threads = [self._serving, *self.threads()]
+        threads = [self._serving, *self.connection_threads()]
         if not self._serving.is_alive():
             self._waker.close()
         for thread in (thread for thread in threads if thread.ident is not None):
@@ -344,7 +344,7 @@ class HttpServer(ThreadingHTTPServer):
             _log.warning("%s is closed, but %d of its threads did not end", self.name, len(stuck))
         return not stuck
 
-    def threads(self) -> list[threading.Thread]:
+    def connection_threads(self) -> list[threading.Thread]:
         with self._lock:
             return [connection.thread for connection in self._connections.values()]
 

@@ -90,7 +90,7 @@ class HelperProcess:
                 start_new_session=True,
             )
         except OSError:
-            self._close_stderr_copy()
+            self._close_stderr_file()
             raise
         assert self._process.stdin is not None and self._process.stdout is not None
         self.pid = self._process.pid
@@ -144,7 +144,7 @@ class HelperProcess:
             with suppress(OSError):
                 stream.close()
         gone = end_process(self._process, grace_s, within_s)
-        self._close_stderr_copy()
+        self._close_stderr_file()
         return "" if gone else f"process {self.pid} survives SIGKILL"
 
     def _end_and_explain(self) -> str:
@@ -155,7 +155,7 @@ class HelperProcess:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return last or f"exit status {self._process.returncode}"
 
-    def _close_stderr_copy(self) -> None:
+    def _close_stderr_file(self) -> None:
         if self._errors >= 0:
             os.close(self._errors)
             self._errors = -1
