@@ -21,7 +21,7 @@ from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
 import pytest
 
 from elasticd.sigterm import TOGETHER_S
-from elasticd_agent.job.run import remove_stale
+from elasticd_agent.job.run import remove_stale_directories
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
 from tests.faults.containers import as_process_1, memory_limit
@@ -121,7 +121,7 @@ def agent_killed(run: Job) -> None:
     os.kill(owner, SIGSTOP)
     run.process.kill()
     run.process.wait()
-    remove_stale(SHM)
+    remove_stale_directories(SHM)
     assert run.memory()
     os.kill(owner, SIGCONT)
 
@@ -266,7 +266,7 @@ def check_ending(job: StartJob, temporary: Path, ending: Ending) -> None:
     # unshare fails after the SIGKILL of its child, which it wants to end by as well.
     assert code == ending.code or "unshare: sigprocmask unblock failed" in run.err, run.report()
     until(lambda: not run.processes(), lambda: f"the end of {run.processes()}", WITHIN_S - time.monotonic() + started)
-    remove_stale(SHM)  # as the next job does: where all were killed, nobody else is left to do it
+    remove_stale_directories(SHM)  # as the next job does: where all were killed, nobody else is left to do it
     run.assert_gone()
     left = shared(run)
     for name in left:

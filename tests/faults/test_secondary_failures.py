@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elasticd_agent.job.state_machine import EXIT_WAIT_S
+from elasticd_agent.job.state_machine import ROOT_CAUSE_EXIT_WAIT_S
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, alive, until
 from tests.faults.nodes import Nodes
@@ -39,7 +39,7 @@ def test_root_cause_that_does_not_exit(job: StartJob) -> None:
     assert ended_by_themselves(run, 1) == [1]
     published = run.event("round_published", round=2)
     assert published["reason"].startswith("rank 1 lost its peers: it exited with code 1 (RuntimeError: ")
-    assert published["mono"] - run.event("worker_exited", round=1, rank=1)["mono"] > 0.9 * EXIT_WAIT_S
+    assert published["mono"] - run.event("worker_exited", round=1, rank=1)["mono"] > 0.9 * ROOT_CAUSE_EXIT_WAIT_S
 
 
 @pytest.mark.system
@@ -51,7 +51,7 @@ def test_late_agent_reads_all_exits_first(job: StartJob) -> None:
     os.kill(run.pid, signal.SIGSTOP)
     try:
         until(lambda: not any(map(alive, workers)), "the workers' end")
-        time.sleep(1.1 * EXIT_WAIT_S)
+        time.sleep(1.1 * ROOT_CAUSE_EXIT_WAIT_S)
     finally:
         os.kill(run.pid, signal.SIGCONT)
     assert run.wait() == 0
@@ -70,7 +70,7 @@ def test_exception_on_another_node(nodes: Callable[[str], Nodes]) -> None:
     assert (fallen["rank"], lingering["rank"], lingering["signal"]) == (0, 1, signal.SIGKILL)
     published = agents[0].event("round_published", round=2)
     assert published["reason"].startswith("rank 1 raised ValueError: a fault, and then rank 0 lost its peers: ")
-    assert published["mono"] - fallen["mono"] < EXIT_WAIT_S
+    assert published["mono"] - fallen["mono"] < ROOT_CAUSE_EXIT_WAIT_S
 
 
 @pytest.mark.system

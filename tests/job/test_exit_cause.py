@@ -10,11 +10,11 @@ from elasticd_agent.job.exit_cause import (
     describe_exit,
     describe_peer_loss,
     describe_primary_exception,
+    follows_peer_failure,
     is_secondary,
     is_user_error,
-    may_be_secondary,
     repeat_key,
-    shared_error,
+    shareable_error,
 )
 from elasticd_agent.model.messages import ExitReport, ExitStatus, WorkerExited
 from tests.library.fake_recorders import C10D
@@ -89,7 +89,7 @@ RuntimeError: no data
 )
 def test_shared_error_and_secondary_failure(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
     """Whose fault."""
-    assert shared_error(exit) == is_mistake
+    assert shareable_error(exit) == is_mistake
     assert is_secondary(exit) is is_victim
 
 
@@ -139,7 +139,7 @@ def test_shared_error_and_secondary_failure(exit: WorkerExited, is_mistake: str 
 )
 def test_which_errors_a_restart_may_mend(exit: WorkerExited, kind: str) -> None:
     """ "user": none; "shared": the script's if it comes twice; "environment": any."""
-    error = shared_error(exit)
+    error = shareable_error(exit)
     assert (error is not None) is (kind != "environment")
     if error is not None:
         assert is_user_error(exit) is (kind == "user")
@@ -191,7 +191,7 @@ def test_repeat_key(exit: WorkerExited, shared: bool, key: str) -> None:
 )
 def test_may_be_secondary(exit: WorkerExited, lost_a_peer: bool) -> None:
     """Who fell with a peer."""
-    assert may_be_secondary(exit) is lost_a_peer
+    assert follows_peer_failure(exit) is lost_a_peer
 
 
 @pytest.mark.parametrize(

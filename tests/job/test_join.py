@@ -12,7 +12,7 @@ import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.job import join
-from elasticd_agent.job.join import OwnAddress, directory_id, wait_for_route
+from elasticd_agent.job.join import OwnAddress, ensure_directory_id, wait_for_route
 from elasticd_agent.model.job import JobSpec, Mode, Rendezvous
 
 
@@ -114,18 +114,18 @@ def test_address_without_a_free_thread() -> None:
 
 def test_directory_id_being_written_by_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that another node is just naming has the same name here."""
-    monkeypatch.setattr(join, "DIRECTORY_ID_S", 60.0)
+    monkeypatch.setattr(join, "DIRECTORY_ID_WAIT_S", 60.0)
     path = tmp_path / ".directory-id"
     path.touch()
     other = threading.Timer(0.1, path.write_text, ["theirs"])
     other.start()
-    assert directory_id(tmp_path) == "theirs"
+    assert ensure_directory_id(tmp_path) == "theirs"
     other.join()
 
 
 def test_directory_id_left_unfinished(tmp_path: Path) -> None:
     """A name that nobody has finished is written anew and lasts."""
     (tmp_path / ".directory-id").touch()
-    name = directory_id(tmp_path)
+    name = ensure_directory_id(tmp_path)
     assert name
-    assert directory_id(tmp_path) == name
+    assert ensure_directory_id(tmp_path) == name

@@ -6,7 +6,7 @@ import pytest
 
 from elasticd.heartbeat.record import Heartbeat
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.job.monitor import find_absent
+from elasticd_agent.job.monitor import find_late_ranks
 from elasticd_agent.model.reports import RankReport
 
 
@@ -24,5 +24,5 @@ from elasticd_agent.model.reports import RankReport
 def test_worker_that_does_not_begin(started: bool, idle_s: float, quiet_s: float, absent: bool) -> None:
     heartbeats = (Heartbeat(), Heartbeat(started_ns=int(started)))
     ranks = tuple(RankReport(rank, rank, idle_s=idle_s, quiet_s=quiet_s) for rank in (4, 5))
-    found = find_absent(Observation(2, heartbeats, (), 0.0, ranks), kept=(1,))
+    found = find_late_ranks(Observation(2, heartbeats, (), 0.0, ranks), kept=(1,))
     assert [rank.rank for rank in found] == [5] * absent, "a new process may take its time"

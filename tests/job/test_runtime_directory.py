@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.job import run
-from elasticd_agent.job.run import remove_stale, runtime_directory
+from elasticd_agent.job.run import remove_stale_directories, runtime_directory
 from elasticd_agent.job.worker_setup import WorkerSetup
 from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous
 from elasticd_agent.model.records import Member, Round
@@ -58,21 +58,21 @@ def test_runtime_directory_is_removed_at_the_end(tmp_path: Path) -> None:
 def test_stale_runtime_directories_are_removed(tmp_path: Path, other: tuple[subprocess.Popen[str], Path]) -> None:
     """What a killed agent left is swept and what another container uses is not."""
     process, path = other
-    remove_stale(tmp_path)
+    remove_stale_directories(tmp_path)
     assert (path / "round-1").is_dir(), "an agent that lives lost its directory"
     process.kill()
     process.wait()
-    remove_stale(tmp_path)
+    remove_stale_directories(tmp_path)
     assert not path.exists()
 
 
 def test_new_runtime_directory_before_its_lock(tmp_path: Path) -> None:
     """One that has just been made is not taken away before it is locked."""
     young = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{os.getpid()}-", dir=tmp_path))
-    remove_stale(tmp_path)
+    remove_stale_directories(tmp_path)
     assert young.exists()
     (young / "round-1").mkdir()
-    remove_stale(tmp_path)
+    remove_stale_directories(tmp_path)
     assert not young.exists()
 
 
@@ -95,7 +95,7 @@ for _ in range(1500):
     link.symlink_to("kept")
     if os.geteuid() == 0:
         os.chown(other, 65534, 65534)
-    remove_stale(deep_place)
+    remove_stale_directories(deep_place)
     assert not own.exists()
     assert file.exists() and link.is_symlink() and (deep_place / "kept" / "file").exists()
     assert other.exists() == (os.geteuid() == 0), "another user's may hold anything"
@@ -107,7 +107,7 @@ def test_stale_directory_that_cannot_be_removed_costs_a_sentence(
     stale = tmp_path / f"elasticd-{os.getuid()}-{os.getpid()}-a"
     (stale / "round-1").mkdir(parents=True)
     monkeypatch.setattr(run, "remove_tree", lambda path: None)
-    remove_stale(tmp_path)
+    remove_stale_directories(tmp_path)
     assert [one.message for one in caplog.records] == [
         f"{stale}, which a killed agent has left, cannot be removed; it takes memory"
     ]

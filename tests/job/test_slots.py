@@ -30,7 +30,7 @@ def test_a_slot_is_out_of_use_until_everything_on_it_has_ended() -> None:
     assert slots.handle(ProcessReaped(70)) == "process 70 of round 3 has ended", "the child is still there"
     assert slots.usable == (0, 2)
     assert slots.handle(ProcessReaped(71)) == "process 71 of round 3 has ended; slot 1 can be used again"
-    assert (slots.usable, slots.why) == ((0, 1, 2), "")
+    assert (slots.usable, slots.unusable_reason) == ((0, 1, 2), "")
     assert slots.handle(ProcessReaped(71)) is None, "said once"
 
 
@@ -39,7 +39,7 @@ def test_unkillable_process_without_a_slot() -> None:
     slots = Slots("b", (0, 1), min_workers=2)
     said = slots.handle(replace(stuck(70, None, rank=None), state="Z", wchan=""))
     assert said == "round 3: process 70 survives SIGKILL (state Z); continuing without it"
-    assert (slots.usable, slots.why) == ((0, 1), "")
+    assert (slots.usable, slots.unusable_reason) == ((0, 1), "")
 
 
 def test_a_node_with_too_few_left_announces_none() -> None:
@@ -48,7 +48,7 @@ def test_a_node_with_too_few_left_announces_none() -> None:
     assert slots.usable == (1, 2)
     slots.handle(stuck(71, 2))
     assert slots.usable == ()
-    assert slots.why == (
+    assert slots.unusable_reason == (
         "slot 0 of b is in use by process 70, which does not die (state D in rpc_wait_bit_killable); "
         "slot 2 of b is in use by process 71, which does not die (state D in rpc_wait_bit_killable)"
     )
@@ -58,37 +58,37 @@ def test_a_node_with_too_few_left_announces_none() -> None:
 
 def test_a_round_waits_for_its_slot_unless_it_is_over() -> None:
     slots = Slots("b", (0, 1), min_workers=1)
-    assert not slots.blocks(ROUND)
+    assert not slots.remember_if_blocked(ROUND)
     slots.handle(stuck(70, 1))
-    assert slots.blocks(ROUND)
-    assert slots.unblocked() is None
-    assert not slots.blocks(replace(ROUND, members=(Member("b", "i", (0,)),)))
-    assert slots.blocks(ROUND)
+    assert slots.remember_if_blocked(ROUND)
+    assert slots.take_unblocked() is None
+    assert not slots.remember_if_blocked(replace(ROUND, members=(Member("b", "i", (0,)),)))
+    assert slots.remember_if_blocked(ROUND)
     slots.handle(ProcessReaped(70))
-    assert slots.unblocked() == ROUND
-    assert slots.unblocked() is None, "once"
+    assert slots.take_unblocked() == ROUND
+    assert slots.take_unblocked() is None, "once"
     slots.handle(stuck(72, 1))
-    assert slots.blocks(ROUND)
-    slots.forget(ROUND.number)
+    assert slots.remember_if_blocked(ROUND)
+    slots.forget_blocked(ROUND.number)
     slots.handle(ProcessReaped(72))
-    assert slots.unblocked() is None
+    assert slots.take_unblocked() is None
 
 
 def test_slots_that_a_full_round_does_not_use_are_spares() -> None:
     slots = Slots("a", (0, 1, 2, 3), 2, max_workers=3)
     used = Round(3, (Member("a", "i", (0, 2, 3)),))
-    assert slots.spare(used) == (1,)
-    assert slots.spare(replace(used, members=(Member("a", "i", (0, 2)),))) == (), "those are to come in"
+    assert slots.spares(used) == (1,)
+    assert slots.spares(replace(used, members=(Member("a", "i", (0, 2)),))) == (), "those are to come in"
     slots.handle(stuck(70, 1))
-    assert slots.spare(used) == ()
+    assert slots.spares(used) == ()
 
 
 def test_node_outside_a_full_round_is_a_spare() -> None:
     c = Slots("c", (0, 1), 2, max_nodes=2)
-    assert c.spare(ROUND) == (0, 1)
-    assert c.spare(replace(ROUND, members=ROUND.members[:1])) == ()
-    assert c.spare(replace(ROUND, members=(), outcome="succeeded", exit_code=0)) == ()
-    assert Slots("a", (0, 1), 2, max_nodes=2).spare(ROUND) == ()
+    assert c.spares(ROUND) == (0, 1)
+    assert c.spares(replace(ROUND, members=ROUND.members[:1])) == ()
+    assert c.spares(replace(ROUND, members=(), outcome="succeeded", exit_code=0)) == ()
+    assert Slots("a", (0, 1), 2, max_nodes=2).spares(ROUND) == ()
 
 
 # ---- what the planner makes of it
@@ -161,7 +161,7 @@ def test_a_failure_is_answered_with_the_slots_there_are() -> None:
 
 def test_slot_starts_until_its_process_is_ready() -> None:
     slots = Slots("b", (0, 1, 2), min_workers=2)
-    slots.starts([2, 1])
+    slots.mark_starting([2, 1])
     assert (slots.starting, slots.usable) == ((1, 2), (0, 1, 2)), "the leader decides whether they are waited for"
     slots.mark_ready([1])
     assert slots.starting == (2,)
@@ -172,38 +172,38 @@ def test_slot_starts_until_its_process_is_ready() -> None:
 
 def test_slots_of_a_job_whose_processes_do_not_come_ahead() -> None:
     slots = Slots("b", (0, 1, 2), min_workers=2)
-    slots.starts([1, 2])
+    slots.mark_starting([1, 2])
     raised = NewcomerEnded(2, "exited with code 1 before session.run")
     who = "the new process of slot 2 exited with code 1 before session.run"
-    assert [slots.failed(raised) for _ in range(2)] == [f"{who}: another one starts ({n} of 3)" for n in (2, 3)]
-    assert slots.starting == (1, 2) and slots.to_start == {1, 2}
+    assert [slots.record_failure(raised) for _ in range(2)] == [f"{who}: another one starts ({n} of 3)" for n in (2, 3)]
+    assert slots.starting == (1, 2) and slots.to_start_ahead == {1, 2}
     slots.mark_ready([2])
-    slots.starts([2])
-    assert "(2 of 3)" in slots.failed(raised), "they are counted in a row"
-    slots.failed(raised)
+    slots.mark_starting([2])
+    assert "(2 of 3)" in slots.record_failure(raised), "they are counted in a row"
+    slots.record_failure(raised)
     last = f"{who}: from now on new processes start together with their round, and the other ranks wait for them"
-    assert slots.failed(raised) == last
-    slots.starts([0])
+    assert slots.record_failure(raised) == last
+    slots.mark_starting([0])
     assert slots.starting == ()
 
 
 def test_another_process_would_repeat_a_wrong_use_of_the_library() -> None:
     slots = Slots("b", (0, 1), min_workers=1)
-    slots.starts([1])
-    assert "from now on" in slots.failed(NewcomerEnded(1, "exited with code 1", is_refused=True))
+    slots.mark_starting([1])
+    assert "from now on" in slots.record_failure(NewcomerEnded(1, "exited with code 1", is_refused=True))
 
 
 def test_slot_whose_processes_hang_is_left_out_until_a_round_needs_it() -> None:
     slots = Slots("b", (0, 1, 2), min_workers=2)
-    slots.starts([0, 2])
+    slots.mark_starting([0, 2])
     late = NewcomerEnded(2, "did not come to session.run within 600 s", is_late=True)
     who = "the new process of slot 2 did not come to session.run within 600 s"
-    slots.failed(late)
-    assert slots.failed(late) == f"{who}: another one starts (3 of 3)"
-    assert slots.failed(late) == f"{who}, as 2 before it: the job continues without the slot"
-    assert (slots.starting, slots.to_start) == ((0, 2), {0})
-    slots.starts([2])
-    assert slots.to_start == {0}, "another fault elsewhere gives it no new process"
+    slots.record_failure(late)
+    assert slots.record_failure(late) == f"{who}: another one starts (3 of 3)"
+    assert slots.record_failure(late) == f"{who}, as 2 before it: the job continues without the slot"
+    assert (slots.starting, slots.to_start_ahead) == ((0, 2), {0})
+    slots.mark_starting([2])
+    assert slots.to_start_ahead == {0}, "another fault elsewhere gives it no new process"
     slots.mark_ready([0, 2])
-    slots.starts([2])
-    assert slots.to_start == {2}
+    slots.mark_starting([2])
+    assert slots.to_start_ahead == {2}

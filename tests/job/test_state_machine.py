@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd_agent.job import state_machine as core
-from elasticd_agent.job.state_machine import EXIT_WAIT_OF_NODES_S, EXIT_WAIT_S, TRANSITIONS, step
+from elasticd_agent.job.state_machine import MULTI_NODE_EXIT_WAIT_S, ROOT_CAUSE_EXIT_WAIT_S, TRANSITIONS, step
 from elasticd_agent.model.messages import (
     Action,
     Ended,
@@ -221,7 +221,10 @@ def test_rank_that_has_lost_a_peer_counts_as_its_exit() -> None:
     """Until its process has left the round; its own mistake only counts when it ends by it."""
     lost = PeerLost(replace(exited(0, 1, ECHO), stays=True))
     waiting, actions = step(Running(R3, (), True), lost, RULES)
-    assert (waiting, actions) == (Settling(R3, (lost.exit,), 10.0 + EXIT_WAIT_S), [SetTimer(10.0 + EXIT_WAIT_S)])
+    assert (waiting, actions) == (
+        Settling(R3, (lost.exit,), 10.0 + ROOT_CAUSE_EXIT_WAIT_S),
+        [SetTimer(10.0 + ROOT_CAUSE_EXIT_WAIT_S)],
+    )
     assert step(waiting, lost, RULES) == step(waiting, exited(0, -9), RULES) == (waiting, [])
     _, (kill, report) = step(waiting, exited(1, -9), RULES)
     assert kill == KillGroup(3, "rank 1 was killed by SIGKILL", keep=True)
@@ -248,8 +251,11 @@ def test_secondary_failure_waits_for_the_root_cause(first_step: bool) -> None:
     """Who lost a peer is not the last word while that peer may still be heard."""
     echo = exited(0, 1, ECHO)
     waiting, actions = step(Running(R3, (), first_step), echo, RULES)
-    assert (waiting, actions) == (Settling(R3, (echo,), 10.0 + EXIT_WAIT_S), [SetTimer(10.0 + EXIT_WAIT_S)])
-    assert step(waiting, TimerExpired(9.9 + EXIT_WAIT_S), RULES) == (waiting, [])
+    assert (waiting, actions) == (
+        Settling(R3, (echo,), 10.0 + ROOT_CAUSE_EXIT_WAIT_S),
+        [SetTimer(10.0 + ROOT_CAUSE_EXIT_WAIT_S)],
+    )
+    assert step(waiting, TimerExpired(9.9 + ROOT_CAUSE_EXIT_WAIT_S), RULES) == (waiting, [])
     assert step(waiting, FirstStep(3, 10.1), RULES) == (waiting, [])
     lost = "rank 0 lost its peers: it exited"
     cases: list[tuple[Event, tuple[tuple[int, int], ...], str]] = [
@@ -257,7 +263,7 @@ def test_secondary_failure_waits_for_the_root_cause(first_step: bool) -> None:
         (exited(1, -9), ((1, 5),), "rank 1 was killed by SIGKILL"),
         (exited(1, 3), ((1, 5),), "rank 1 exited with code 3"),
         (exited(1, 1, ECHO), (), lost),
-        (TimerExpired(10.0 + EXIT_WAIT_S), (), lost),
+        (TimerExpired(10.0 + ROOT_CAUSE_EXIT_WAIT_S), (), lost),
         (StoreExited(3, "died", 10.1), (), "the workers' store died"),
     ]
     for event, culprits, why in cases:
@@ -272,7 +278,7 @@ def test_a_peer_on_another_node_is_hardly_waited_for() -> None:
     """That node says it, if it can; if it is dead, its loss shall be found soon."""
     both = Round(3, (*HERE, Member("b", "i", (0,))), reason="three")
     _, actions = step(Running(both, (), True), exited(0, 1, ECHO), RULES)
-    assert actions == [SetTimer(10.0 + EXIT_WAIT_OF_NODES_S)]
+    assert actions == [SetTimer(10.0 + MULTI_NODE_EXIT_WAIT_S)]
 
 
 def test_a_leaving_agent_waits_for_no_peer() -> None:

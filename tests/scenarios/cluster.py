@@ -466,7 +466,7 @@ class Cluster:
         match action:
             case StartGroup(round):
                 assert node.group is None, f"{node.name} starts {round.number} while {node.group} lives"
-                if node.slots.blocks(round):
+                if node.slots.remember_if_blocked(round):
                     node.blocked = round.number
                     return
                 assert round.number > node.stepping, "numbers only grow"
@@ -603,7 +603,7 @@ class Cluster:
 
     def _slot(self, node: Node, news: ProcessUnkillable | ProcessReaped) -> None:
         self.tell(node.label, node.slots.handle(news) or "")
-        if (round := node.slots.unblocked()) is not None:
+        if (round := node.slots.take_unblocked()) is not None:
             node.blocked = 0
             self._perform(node, StartGroup(round))
         self._announce_slots(node)
@@ -611,7 +611,9 @@ class Cluster:
 
     def _announce_slots(self, node: Node, **fields: int) -> None:
         slots = node.slots
-        node.member.update_node_record(slots=slots.usable, unusable=slots.why, starting=slots.starting, **fields)
+        node.member.update_node_record(
+            slots=slots.usable, unusable=slots.unusable_reason, starting=slots.starting, **fields
+        )
 
     def _start_ahead(self, node: Node, slots: set[int], ahead: int | None = None) -> None:
         """New processes run to their entry, and are there after `start_s`."""
@@ -627,14 +629,14 @@ class Cluster:
                 self._announce_slots(node)
                 node.due = self.now
 
-        node.slots.starts(slots)
+        node.slots.mark_starting(slots)
         self._announce_slots(node, **({} if ahead is None else {"ahead": ahead}))
         node.due = self.now
         self._at(self.start_s, enter)
 
     def _unblock(self, node: Node, number: int) -> None:
         node.blocked = 0
-        node.slots.forget(number)
+        node.slots.forget_blocked(number)
         self.feed(node, GroupEnded(number))
 
     def _lose_peers(self, round: Round, gone: Node) -> None:

@@ -15,23 +15,23 @@ from elasticd.errors import DirectoryInUse, UsageError
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.system.installation import library_file
 
-_STORE_S = 90.0
+_STORE_TIMEOUT_S = 90.0
 """The time in which an object store answers a few requests, or fails to."""
 
 
 @dataclass(frozen=True, slots=True)
-class FoundAtStart:
+class DirectoryContent:
     """The content of the directory when the job began."""
 
     highest_round: int = 0
-    newest: tuple[int, int] | None = None  #: the (round, step) of the newest checkpoint
+    newest_checkpoint: tuple[int, int] | None = None  #: the (round, step) of the newest checkpoint
 
 
 @contextlib.contextmanager
-def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[FoundAtStart]:
+def lock_directory(spec: JobSpec, log: Callable[[str], None]) -> Iterator[DirectoryContent]:
     """Locked for as long as the job runs. Raises UsageError."""
     if spec.checkpoint_dir is None:
-        yield FoundAtStart()
+        yield DirectoryContent()
         return
     from elasticd.checkpointing.storage.directory_lock import DirectoryLock
     from elasticd.checkpointing.storage.lineage import highest_round, lineage
@@ -51,39 +51,39 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[FoundAtStart]:
             entries, _ = lineage(spec.checkpoint_dir)
             newest = entries[0].manifest if entries else None
             used = highest_round(spec.checkpoint_dir)
-            yield FoundAtStart(used, (newest.round, newest.step) if newest is not None else None)
+            yield DirectoryContent(used, (newest.round, newest.step) if newest is not None else None)
             return
-        opened = _call_store("open", spec)
+        opened = _run_store_process("open", spec)
         if "error" in opened:
             raise UsageError(f"--checkpoint-dir: {opened['error']}")
         if opened["taken"]:
             log(opened["taken"])
-        yield FoundAtStart(opened["highest_round"], opened["newest"] and tuple(opened["newest"]))
+        yield DirectoryContent(opened["highest_round"], opened["newest"] and tuple(opened["newest"]))
     finally:
         lock.release()
 
 
-def release_store(spec: JobSpec, log: Callable[[str], None]) -> None:
+def release_object_store(spec: JobSpec, log: Callable[[str], None]) -> None:
     """The job has ended: the next run takes an object store without a warning."""
     from elasticd.checkpointing.storage.object_store import store_of
 
     if spec.checkpoint_dir is None or store_of(spec.checkpoint_dir) is None:
         return
-    if "error" in (answer := _call_store("release", spec)):
+    if "error" in (answer := _run_store_process("release", spec)):
         log(answer["error"])
 
 
-def _call_store(verb: str, spec: JobSpec) -> dict[str, Any]:
+def _run_store_process(verb: str, spec: JobSpec) -> dict[str, Any]:
     """Run the store's process with the job's environment, which may hold its credentials."""
     program = library_file("elasticd.checkpointing.storage.object_store_process")
     argv = [sys.executable, "-I", program, verb, str(spec.checkpoint_dir), spec.job_id, spec.run]
     environment = dict(spec.base_environment(os.environ))
     try:
         done = subprocess.run(
-            argv, env=environment, capture_output=True, encoding="utf-8", errors="replace", timeout=_STORE_S
+            argv, env=environment, capture_output=True, encoding="utf-8", errors="replace", timeout=_STORE_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"{spec.checkpoint_dir}: no answer in {_STORE_S:g} s"}
+        return {"error": f"{spec.checkpoint_dir}: no answer in {_STORE_TIMEOUT_S:g} s"}
     if done.returncode:
         return {"error": done.stderr.strip().rpartition("\n")[2]}
     answer: dict[str, Any] = json.loads(done.stdout)

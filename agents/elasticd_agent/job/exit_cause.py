@@ -55,11 +55,11 @@ _ENVIRONMENT_TEXTS = (
     "HIP error", "cudaGetDeviceCount", "cuDNN error", "DataLoader worker", "cannot open shared object file",
 )  # fmt: skip
 """Texts of a RuntimeError or ImportError: a device that does not start, a killed helper process, a missing mount."""
-_NAMED_BY_TYPE = frozenset({"OutOfMemoryError", "MissedCall", "CheckpointRefused", "StateDiffers"})
-_RAISED = re.compile(r"^([\w.]+)(?=:|$)", re.MULTILINE)
+_KEYED_BY_TYPE = frozenset({"OutOfMemoryError", "MissedCall", "CheckpointRefused", "StateDiffers"})
+_RAISED_TYPES = re.compile(r"^([\w.]+)(?=:|$)", re.MULTILINE)
 """The type of each exception of the chain in a traceback."""
-_FRAME = re.compile(r'^  File "([^<"][^"]*)"', re.MULTILINE)
-_FROM_OUTSIDE = frozenset({2, 9, 15})  # SIGINT, SIGKILL, SIGTERM
+_FRAME_FILE = re.compile(r'^  File "([^<"][^"]*)"', re.MULTILINE)
+_OUTSIDE_SIGNALS = frozenset({2, 9, 15})  # SIGINT, SIGKILL, SIGTERM
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python3")
 
 # A peer has closed its end of a connection: it has died, or is about to. As gloo, NCCL and the kernel spell it.
@@ -68,7 +68,7 @@ _CONNECTION_LOST_TEXTS = (*CONNECTION_LOST_PHRASES, "closed by remote peer", "re
 
 # A first line is cut to this length; one that names missing ranks, to the longer one.
 _MAX_LINE, _MAX_LINE_WITH_RANKS = 160, 480
-_NAMES_RANKS = ("BarrierTimeout", "DecisionTimeout")
+_TYPES_NAMING_RANKS = ("BarrierTimeout", "DecisionTimeout")
 
 
 def is_own_failure(report: ExitReport | None) -> bool:
@@ -90,7 +90,7 @@ def is_secondary(exit: WorkerExited) -> bool:
     return report is not None and report.kind == "exception" and not is_own_failure(report)
 
 
-def may_be_secondary(exit: WorkerExited) -> bool:
+def follows_peer_failure(exit: WorkerExited) -> bool:
     """True if a peer's connection ended, which may not be reported yet: its own exit names the root cause."""
     report = exit.exit_report
     if report is None or not is_secondary(exit):
@@ -133,7 +133,7 @@ def _is_rank_0_failure(report: ExitReport) -> bool:
     return report.type.rpartition(".")[2] == "ElasticdError" and report.message.startswith(_RANK_0_PREFIX)
 
 
-def shared_error(exit: WorkerExited) -> str | None:
+def shareable_error(exit: WorkerExited) -> str | None:
     """The error, by its type, that all ranks of the script may share; None where it is not the script's.
 
     sys.exit counts only with code 2, argparse's answer to a bad argument.
@@ -147,7 +147,7 @@ def shared_error(exit: WorkerExited) -> str | None:
 
 
 def is_user_error(exit: WorkerExited) -> bool:
-    """True if every start of this program raises this `shared_error`."""
+    """True if every start of this program raises this `shareable_error`."""
     return exit.exit_report is not None and (exit.exit_report.kind == "exit" or _is_user_error(exit.exit_report))
 
 
@@ -158,9 +158,9 @@ def repeat_key(exit: WorkerExited, *, shared: bool) -> str:
     """
     report = exit.exit_report
     # Their messages differ: sizes and pids, the time that a rank has waited, which rank reports it.
-    if report is not None and report.type.rpartition(".")[2] in _NAMED_BY_TYPE:
+    if report is not None and report.type.rpartition(".")[2] in _KEYED_BY_TYPE:
         return report.type
-    if is_secondary(exit) or (exit.status.signal in _FROM_OUTSIDE and not exit.status.out_of_memory):
+    if is_secondary(exit) or (exit.status.signal in _OUTSIDE_SIGNALS and not exit.status.out_of_memory):
         return ""
     return describe_exit(exit) if shared else f"rank {exit.rank} {describe_exit(exit)}"
 
@@ -171,14 +171,14 @@ def _is_user_error(report: ExitReport) -> bool:
     if names & _PROGRAM_ERRORS:
         return True
     missing = "ImportError" in names and report.message.startswith("cannot import name")
-    files = _FRAME.findall(report.traceback)
+    files = _FRAME_FILE.findall(report.traceback)
     own = not files or not any(part in files[-1] for part in _LIBRARY_PATHS)
     return own and (missing or "ModuleNotFoundError" in names)
 
 
 def _is_environment_error(report: ExitReport) -> bool:
     """Files, devices, services and networks may be there at the next start: theirs, or raised in their consequence."""
-    names = {report.type, *report.bases, *_RAISED.findall(report.traceback)}
+    names = {report.type, *report.bases, *_RAISED_TYPES.findall(report.traceback)}
     return (
         any(_is_os_error(name) or name.partition(".")[0] in _SERVICE_PACKAGES for name in names)
         or "EOFError" in names
@@ -204,5 +204,5 @@ def describe_exit(exit: WorkerExited) -> str:
 def _one_line(report: ExitReport) -> str:
     first_line = report.message.strip().partition("\n")[0]
     text = f"{report.type}: {first_line}" if first_line else report.type
-    limit = _MAX_LINE_WITH_RANKS if report.type.rpartition(".")[2] in _NAMES_RANKS else _MAX_LINE
+    limit = _MAX_LINE_WITH_RANKS if report.type.rpartition(".")[2] in _TYPES_NAMING_RANKS else _MAX_LINE
     return shortened(text, limit)

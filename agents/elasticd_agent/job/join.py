@@ -51,21 +51,21 @@ from elasticd_agent.system.network.addresses import format_endpoint, local_addre
 @dataclass(frozen=True, slots=True)
 class NodeName:
     name: str
-    free: bool  #: False: a live agent of the same job on this machine has the name, which was given explicitly
+    is_free: bool  #: False: a live agent of the same job on this machine has the name, which was given explicitly
 
 
 def claim_node_name(spec: JobSpec, stack: contextlib.ExitStack) -> NodeName:
     """--node-id; without it the host name, or the first of HOST-2, HOST-3 … that is free. `stack` releases it."""
     given, host = spec.rendezvous.node, socket.gethostname()
     if spec.rendezvous.backend == "memory":
-        return NodeName(given or host, free=True)
+        return NodeName(given or host, is_free=True)
     if given is not None:
-        return NodeName(given, _claim(spec, given, stack))
+        return NodeName(given, _claim_name(spec, given, stack))
     names = itertools.chain([host], (f"{host}-{number}" for number in itertools.count(2)))
-    return NodeName(next(name for name in names if _claim(spec, name, stack)), free=True)
+    return NodeName(next(name for name in names if _claim_name(spec, name, stack)), is_free=True)
 
 
-def _claim(spec: JobSpec, name: str, stack: contextlib.ExitStack) -> bool:
+def _claim_name(spec: JobSpec, name: str, stack: contextlib.ExitStack) -> bool:
     where = spec.rendezvous
     key = json.dumps([where.backend, where.endpoints, spec.job_id, spec.run, name])
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -80,11 +80,11 @@ def _claim(spec: JobSpec, name: str, stack: contextlib.ExitStack) -> bool:
 
 
 NEVER_S = 1e7
-DIRECTORY_ID_S = 1.0
+DIRECTORY_ID_WAIT_S = 1.0
 """The creator of a directory's id writes it within this time; an empty one was left by a process that died."""
-ADDRESS_S = 1.0
+RESOLVE_TIMEOUT_S = 1.0
 RESOLVE_RETRY_S = 1.0
-REMIND_S = 30.0
+REMINDER_INTERVAL_S = 30.0
 """Between the log lines of a start that cannot reach its store: a name may be mistyped, and join_timeout is long."""
 
 
@@ -94,7 +94,7 @@ class JobMembership:
 
     node: str
     incarnation: str
-    shared: bool
+    multi_node: bool
     rendezvous: RendezvousMember
     address: OwnAddress
     thread: MemberThread | None = None
@@ -127,11 +127,11 @@ def join_job(
     called with each renewal of the lease. `stack` closes what is opened. Raises UsageError for a store that cannot be
     used."""
     options = spec.rendezvous
-    shared = options.backend != "memory"
+    multi_node = options.backend != "memory"
     incarnation = secrets.token_hex(8)
     own, address = OwnAddress(lambda: workers_address(spec)), ""
     network = PeerNetwork()
-    if shared:
+    if multi_node:
         server = ProbeServer(own.known, node, incarnation, answered=lambda: post(Probed()))
         stack.callback(server.close)
         network = TcpPeerNetwork(server)
@@ -143,9 +143,9 @@ def join_job(
         incarnation,
         address,
         tuple(range(spec.slots)),
-        directory=directory_id(spec.checkpoint_dir) if shared else "",
+        directory=ensure_directory_id(spec.checkpoint_dir) if multi_node else "",
         highest_round=highest,
-        warm=int(not shared or warm),
+        warm=int(not multi_node or warm),
         role=spec.role,
         node_rank=NO_NODE_RANK if options.node_rank is None else options.node_rank,
     )
@@ -157,12 +157,12 @@ def join_job(
         )
     store = open_store(options, spec.python, policy, log, may_host, incarnation)
     stack.callback(store.close)
-    last_call_timeout_s = policy.last_call_timeout_s if shared else 0.0
+    last_call_timeout_s = policy.last_call_timeout_s if multi_node else 0.0
     requirements = Requirements(
         spec.min_workers, spec.max_workers, options.min_nodes, options.max_nodes, last_call_timeout_s, spec.run,
         spec.spares,
     )  # fmt: skip
-    times = policy if shared else _without_renewal(policy)
+    times = policy if multi_node else _without_renewal(policy)
     document = json.dumps(spec_document(spec, policy), sort_keys=True).encode()
     terms = JobTerms(Keys(spec.job_id), times, requirements, document)
     take_over: TakeOver | None = None
@@ -178,14 +178,14 @@ def join_job(
         network,
         log,
         attentive=attentive,
-        renewed=renewed if shared else ignore_renewals,
+        renewed=renewed if multi_node else ignore_renewals,
         take_over=take_over,
     )
-    if not shared:
-        return JobMembership(node, incarnation, shared, member, own)
+    if not multi_node:
+        return JobMembership(node, incarnation, multi_node, member, own)
     thread = MemberThread(member, post)
     stack.callback(thread.close)
-    return JobMembership(node, incarnation, shared, member, own, thread)
+    return JobMembership(node, incarnation, multi_node, member, own, thread)
 
 
 def _without_renewal(policy: Policy) -> Policy:
@@ -208,7 +208,7 @@ class OwnAddress:
 
     def __call__(self) -> str:
         with contextlib.suppress(UsageError, StoreUnavailable, DeadlineExceeded):
-            self.known = run_within(ADDRESS_S, self._resolve)
+            self.known = run_within(RESOLVE_TIMEOUT_S, self._resolve)
         return self.known
 
 
@@ -231,7 +231,7 @@ def wait_for_route(spec: JobSpec, within_s: float, stopped: Callable[[], bool], 
             if now >= due:
                 so_far = f", {now - began:.0f} s so far" if due > began else ""
                 log(f"{error}; retrying for {within_s:g} s{so_far}")
-                due += REMIND_S
+                due += REMINDER_INTERVAL_S
             time.sleep(min(RESOLVE_RETRY_S, left_s))
 
 
@@ -242,14 +242,14 @@ def workers_address(spec: JobSpec) -> str:
     return local_address(spec.rendezvous.endpoints, spec.rendezvous.local_addr)
 
 
-def listening_address(spec: JobSpec) -> str:
+def store_listening_address(spec: JobSpec) -> str:
     """The address of the workers' store: loopback, unless an address was given or there are other nodes."""
     if spec.rendezvous.backend != "memory":
         return "::" if ":" in workers_address(spec) else "0.0.0.0"
     return "127.0.0.1" if spec.master_addr in ("localhost", "127.0.0.1") else spec.master_addr
 
 
-def directory_id(directory: Path | None) -> str:
+def ensure_directory_id(directory: Path | None) -> str:
     """An id of the checkpoint directory that is the same wherever it is mounted; "" without one."""
     if directory is None:
         return ""
@@ -264,7 +264,7 @@ def directory_id(directory: Path | None) -> str:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(fd, "w", encoding="ascii") as file:
                 file.write(mine)
-        until = time.monotonic() + DIRECTORY_ID_S
+        until = time.monotonic() + DIRECTORY_ID_WAIT_S
         while not (name := path.read_text(errors="replace")) and time.monotonic() < until:
             time.sleep(0.01)  # all nodes start at once: another one has created the file, and not written it yet
         if not name:

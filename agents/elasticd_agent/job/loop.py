@@ -10,7 +10,7 @@ Who may do what
 - The thread never waits for anything but its inbox. A call that may take long belongs to another thread, and its result
   comes back as a message. A turn that takes longer than the lease would make this node look dead to the others.
 - `state_machine.step` decides what an event means in a phase; `_perform` does it. What an event means in every phase
-  (the slots, the monitor and the record of this node) is in `_before_step` and `_handle`.
+  (the slots, the monitor and the record of this node) is in `_before_transition` and `_handle`.
 
 The order of a turn
 1. The message is handled. One that concerns the phase is appended to the queue of events.
@@ -54,7 +54,7 @@ from elasticd_agent.job.listener import (
     SparesChanged,
     StopStarted,
 )
-from elasticd_agent.job.monitor import EAGER_S, GroupMonitor, GroupSetup
+from elasticd_agent.job.monitor import EAGER_LIMIT_S, GroupMonitor, GroupSetup
 from elasticd_agent.job.slots import Slots
 from elasticd_agent.job.state_machine import step
 from elasticd_agent.model import messages
@@ -81,7 +81,7 @@ from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
 
-LATE_S = 0.25
+LATE_WAKE_S = 0.25
 """A thread that wakes later than this did not run: the machine was suspended, or all cores were taken."""
 LARGE_STATE_BYTES = 1e9
 """The end of a job says that it waits for the disk if the newest state is larger."""
@@ -208,14 +208,14 @@ class JobLoop:
         """
         now = time.monotonic()
         times = [*self._timers, *self._kill_at.values(), self.workers.tick(now)]
-        times += [self._rendezvous_at, self._monitor.next_observation]
+        times += [self._rendezvous_at, self._monitor.next_observation_at]
         timeout = min((at - now for at in times if at is not None), default=None)
         self._due_by = due_by = None if timeout is None else now + timeout
         try:
             message = self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
             message = None
-        if due_by is not None and (late_s := time.monotonic() - due_by) > LATE_S:
+        if due_by is not None and (late_s := time.monotonic() - due_by) > LATE_WAKE_S:
             # What should have arrived meanwhile is not missing: this process could not receive it.
             self._timers = [at + late_s for at in self._timers]
         return message
@@ -238,24 +238,24 @@ class JobLoop:
                 for event in self.workers.handle(message):
                     self._handle(event, now)
                 if self._slots.starting and not self.workers.can_release_ahead:
-                    self._start_with_round("workers start cold")
+                    self._stop_starting_ahead("workers start cold")
                 if self._rules.multi_node and not self._launcher_settled and self.workers.settled:
                     self._launcher_settled = True
                     self._rendezvous.update_node_record(warm=1)
             case OwnerLost():
-                self._owner_lost()
+                self._on_owner_lost()
             case GroupStarted(number):
-                self._monitor.started(message)
+                self._monitor.on_started(message)
                 self._listener.on(message, now)
                 if self._pause is not None and number == self._pause.number:
                     self._request_pause(self._pause)
             case WorkersReleased():
-                self._monitor.released(message)
+                self._monitor.on_released(message)
             case StoreReady(number, port):
                 if self._rules.multi_node:
                     self._rendezvous.report_master(number, self._address(), port)
             case ProcessUnkillable() | ProcessReaped():
-                self._slot_changed(message, now)
+                self._on_slot_change(message, now)
             case GroupEntered(number):
                 self._entered = number
                 self._rendezvous.update_node_record(entered=number)
@@ -265,7 +265,7 @@ class JobLoop:
                 self._announce_slots()
             case NewcomerEnded(_, why):
                 if why:
-                    self._listener.log(self._slots.failed(message))
+                    self._listener.log(self._slots.record_failure(message))
                     self._announce_slots()
                 if self.round is not None and self._may_release_ahead(self.round):
                     self._release_ahead(self.round)
@@ -280,13 +280,13 @@ class JobLoop:
                 self._monitor.observe_eagerly(now)
             case messages.MasterKnown():
                 self._master = message
-                self._start_with_master()
+                self._start_if_master_known()
             case messages.PauseRequested(number, on):
                 self._pause = message if on else None  # its group may start later
                 self._request_pause(message)
             case messages.AheadRequested(number):
                 self._ahead_of = number
-                self._start_ahead()
+                self._start_node_ahead()
             case messages.HangReportRequested(number, on):
                 detector.report_requested(number, on)
                 self._monitor.observe_next_turn(now)
@@ -312,14 +312,14 @@ class JobLoop:
             case DumpRequested(out, reply):
                 detector.dump(out, reply)
             case FileTimerExpired():
-                self._file_timer_expired(message)
+                self._signal_for_file_timer(message)
             case GatheredEvidence():
                 detector.evidence_gathered(message, now)
                 self._monitor.observe_next_turn(now)
             case _:
                 self._events.append(message)
 
-    def _file_timer_expired(self, timer: FileTimerExpired) -> None:
+    def _signal_for_file_timer(self, timer: FileTimerExpired) -> None:
         """Send the process the signal that it asked for; if that ends a worker, its exit restarts the group."""
         worker = self.workers.find_worker(timer.pid)
         who = f"round {worker[0]}: rank {worker[1]}" if worker is not None else "a process outside this job"
@@ -339,7 +339,7 @@ class JobLoop:
         request = heartbeat.PAUSE | pause.number << 8 | heartbeat.ALL_STAY_FLAG * pause.all_stay
         self.workers.request(pause.number, request if pause.on else 0, only=0)
         if pause.on:  # the ranks wait from the end of a step on until this agent has seen it
-            self._monitor.observe_eagerly(time.monotonic(), EAGER_S)
+            self._monitor.observe_eagerly(time.monotonic(), EAGER_LIMIT_S)
 
     def _drain(self) -> None:
         """Pass the queued events through the state machine, one after the other, until none is left or the job has
@@ -351,7 +351,7 @@ class JobLoop:
         while self._events and self._exit_code is None:
             event = self._events.popleft()
             now = time.monotonic()
-            self._before_step(event, now)
+            self._before_transition(event, now)
             self._listener.on(event, now)
             if isinstance(event, messages.RoundPublished):
                 self._report_spares()
@@ -362,7 +362,7 @@ class JobLoop:
             for action in actions:
                 self._perform(action)
 
-    def _before_step(self, event: messages.Event, now: float) -> None:
+    def _before_transition(self, event: messages.Event, now: float) -> None:
         """Tell the rendezvous, the monitor and the slots what an event means for them, whatever the phase."""
         match event:
             case messages.RoundPublished(round) if self.round is None or round.number > self.round.number:
@@ -372,19 +372,19 @@ class JobLoop:
                     if not round.terminal:
                         self.workers.end_kept(newcomers=False)
                         self._release_ahead(round)
-                        self._start_ahead()
+                        self._start_node_ahead()
             case messages.GroupEnded(number):
                 self._kill_at.pop(number, None)
                 self._waiting_for_master = None
-                self._slots.forget(number)
-                self._stepped(self._monitor.end(number))
+                self._slots.forget_blocked(number)
+                self._on_first_step(self._monitor.on_ended(number))
             case messages.WorkerExited() if event.status.ok:
-                self._monitor.exited(event.rank)
+                self._monitor.on_exited(event.rank)
             case messages.WorkerExited(number) if number in self._kill_at:
                 self._saved_last = True  # it has ended by the signal, as by Ctrl-C, and without a checkpoint
             case messages.PeerLost(messages.WorkerExited(number, rank)) if number in self._kill_at:
                 # Ranks stop together, and one has ended alone: the others would wait for the next round.
-                self._end_stop(number, f"rank {rank} lost its peers before all had stopped: saved and killed")
+                self._kill_unstopped(number, f"rank {rank} lost its peers before all had stopped: saved and killed")
             case messages.FlushStarted(size) if size > LARGE_STATE_BYTES:
                 if isinstance(self.phase, messages.Flushing) and self.phase.failed:
                     what = f"the newest state in memory ({size / 1e9:.1f} GB)"
@@ -400,11 +400,11 @@ class JobLoop:
             self._timers = [at for at in self._timers if at > now]
             self._events.append(messages.TimerExpired(now))
         for number in [number for number, at in self._kill_at.items() if at <= now]:
-            self._end_stop(number, "the workers did not stop in time and are killed")
-        if (at := self._monitor.next_observation) is not None and now >= at:
+            self._kill_unstopped(number, "the workers did not stop in time and are killed")
+        if (at := self._monitor.next_observation_at) is not None and now >= at:
             self._observe(now)
 
-    def _end_stop(self, number: int, why: str) -> None:
+    def _kill_unstopped(self, number: int, why: str) -> None:
         """Kill what has not stopped, once the state of its last step is in memory."""
         del self._kill_at[number]
         self._listener.log(f"round {number}: {why}")
@@ -421,11 +421,11 @@ class JobLoop:
         """
         match action:
             case messages.StartGroup(round):
-                self._start(round)
+                self._start_group(round)
             case messages.KillGroup(number, _, save):
                 self._saved_last = save
                 keep = self._monitor.workers_to_keep(action) if action.keep else Keep()
-                self._slots_start(number, keep)
+                self._mark_slots_starting(number, keep)
                 self._end_group(number, signal.SIGKILL, save=save, keep=keep)
             case messages.StopGroup(number, why, grace_s, name):
                 self._listener.log(why)
@@ -436,7 +436,7 @@ class JobLoop:
                 self._saved_last = name != "SIGTERM" or self.workers.meets(number)
                 self._end_group(number, signal.Signals[name], save=self._saved_last)
             case messages.ReportFailure(failure):
-                self._report(failure)
+                self._report_failure(failure)
             case messages.ReportDone(number):
                 self._rendezvous.report_done(number)
             case messages.ReportLeaving(why, code, soon):
@@ -481,22 +481,24 @@ class JobLoop:
             for line in summary_lines(detector.last_verdict_dir, detector.last_verdict):
                 self._listener.log(line)
 
-    def _slot_changed(self, cause: ProcessUnkillable | ProcessReaped, now: float) -> None:
+    def _on_slot_change(self, cause: ProcessUnkillable | ProcessReaped, now: float) -> None:
         """An unkillable process keeps its slot: this node announces the rest, and a Round that needs the slot waits."""
         sentence = self._slots.handle(cause)
         if sentence is not None:
             self._listener.on(SlotChanged(cause, sentence), now)
-        if (round := self._slots.unblocked()) is not None:
-            self._start(round)  # before the slot is announced: a node that has it and has not started counts as late
+        if (round := self._slots.take_unblocked()) is not None:
+            self._start_group(
+                round
+            )  # before the slot is announced: a node that has it and has not started counts as late
         self._announce_slots()
 
     def _announce_slots(self, **fields: int) -> None:
-        slots = {"slots": self._slots.usable, "unusable": self._slots.why, "starting": self._slots.starting}
+        slots = {"slots": self._slots.usable, "unusable": self._slots.unusable_reason, "starting": self._slots.starting}
         self._rendezvous.update_node_record(**slots, **fields)
         self._report_spares()
 
     def _report_spares(self) -> None:
-        slots = self._slots.spare(self.round) if self.round is not None else ()
+        slots = self._slots.spares(self.round) if self.round is not None else ()
         ready = tuple(slot for slot in slots if slot not in self._slots.starting)
         spares = SparesChanged(ready, tuple(slot for slot in ready if slot in self.workers.ready_slots))
         if spares != self.spares:
@@ -507,31 +509,31 @@ class JobLoop:
         """The workers here keep their processes: those of spare slots come to their entry, too."""
         if self.round is not None and self.round.number == number and self.workers.can_release_ahead:
             quarantined = {q.slot for q in self.round.quarantined_slots if q.node == self.node and q.left_s}
-            if slots := set(self._slots.spare(self.round)) - quarantined - self.workers.ready_slots:
-                self._start_slots(self.round, slots)
+            if slots := set(self._slots.spares(self.round)) - quarantined - self.workers.ready_slots:
+                self._start_slots_ahead(self.round, slots)
 
-    def _slots_start(self, number: int, keep: Keep) -> None:
+    def _mark_slots_starting(self, number: int, keep: Keep) -> None:
         """Before the failure is reported: the next Round need not wait for the workers that have to start anew."""
         kept, others = self.workers.slots_to_keep(number, keep)
         if not others:
             return
         if self.workers.can_release_ahead and (kept or self._rules.multi_node):
-            self._slots.starts(others)
+            self._slots.mark_starting(others)
         else:  # nobody would wait for one of them alone
             self._slots.mark_ready(self._slots.starting)
         self._announce_slots()
 
-    def _start_with_round(self, why: str) -> None:
-        self._listener.log(self._slots.start_with_round(why))
+    def _stop_starting_ahead(self, why: str) -> None:
+        self._listener.log(self._slots.stop_starting_ahead(why))
         self._announce_slots()
 
-    def _start_ahead(self) -> None:
+    def _start_node_ahead(self) -> None:
         """This node may join a round whose workers keep their processes."""
         round, number = self.round, self._ahead_of
         if round is None or round.number != number or not self._may_release_ahead(round):
             return
         if self.workers.can_release_ahead:
-            self._slots.starts(set(self._slots.usable) - self.workers.ready_slots)
+            self._slots.mark_starting(set(self._slots.usable) - self.workers.ready_slots)
         self._announce_slots(ahead=number)
         self._release_ahead(round)
 
@@ -543,11 +545,11 @@ class JobLoop:
         self._newcomer_lost = round.number, slot
         member = round.member(self.node)
         if member is None or slot not in member.slots:
-            self._start_slots(round, [slot])
+            self._start_slots_ahead(round, [slot])
 
-    def _start_slots(self, round: Round, slots: Collection[int]) -> None:
+    def _start_slots_ahead(self, round: Round, slots: Collection[int]) -> None:
         """New processes are to come to their entry there, now or once the round trains."""
-        self._slots.starts(slots)
+        self._slots.mark_starting(slots)
         self._announce_slots()
         if self._may_release_ahead(round):
             self._release_ahead(round)
@@ -560,14 +562,14 @@ class JobLoop:
 
     def _release_ahead(self, round: Round) -> None:
         """Release the workers of slots that start and are in no round."""
-        slots = sorted(self._slots.to_start - self.workers.newcomers)
+        slots = sorted(self._slots.to_start_ahead - self.workers.newcomers)
         if slots:
             try:
                 self.workers.release_ahead(self._prepare_ahead(round, slots, self._address()))
             except OSError as error:
-                self._start_with_round(str(error))
+                self._stop_starting_ahead(str(error))
 
-    def _start(self, round: Round) -> None:
+    def _start_group(self, round: Round) -> None:
         """Start this node's group of `round`, or wait with it.
 
         It waits where a process that cannot be killed still has a slot of the Round: two processes on one GPU would
@@ -576,9 +578,9 @@ class JobLoop:
         The group's master is on the node of rank 0. It starts at once; the others start when they know the address and
         the port of its store, which may come before or after the Round itself.
         """
-        if self._slots.blocks(round):
+        if self._slots.remember_if_blocked(round):
             return  # until the slot is free, or the next Round, which respects what this node announces
-        self._monitor.drop()
+        self._monitor.forget_group()
         try:
             prepared = self._prepare(round, self._address())
         except OSError as error:  # no space for the heartbeat records, no access to the log directory
@@ -593,9 +595,9 @@ class JobLoop:
             self.workers.start(round, prepared.workers, None)
         else:
             self._waiting_for_master = round, prepared.workers
-            self._start_with_master()
+            self._start_if_master_known()
 
-    def _start_with_master(self) -> None:
+    def _start_if_master_known(self) -> None:
         """Start workers whose store is on another node, as soon as its address is known."""
         if self._waiting_for_master is not None and self._master is not None:
             round, workers = self._waiting_for_master
@@ -604,11 +606,11 @@ class JobLoop:
                 self.workers.start(round, workers, (self._master.address, self._master.port))
 
     def _end_group(self, number: int, signum: signal.Signals, *, save: bool = False, keep: Keep | None = None) -> None:
-        self._monitor.ending()
+        self._monitor.on_ending()
         self._listener.on(GroupEnding(number), time.monotonic())
         self._events.extend(self.workers.signal(number, signum, save=save, keep=keep))
 
-    def _report(self, failure: Failure) -> None:
+    def _report_failure(self, failure: Failure) -> None:
         """Report a failure with what only this node knows: the last step of the culprits, the highest step and the
         newest checkpoint.
 
@@ -627,11 +629,11 @@ class JobLoop:
     # --- observation and rendezvous -------------------------------------------------------------------------------
 
     def _observe(self, now: float) -> None:
-        self._stepped(self._monitor.observe(now))
-        if (number := self._monitor.number) is not None and (why := self._monitor.find_absent()):
+        self._on_first_step(self._monitor.observe(now))
+        if (number := self._monitor.number) is not None and (why := self._monitor.take_late_reason()):
             self._events.append(messages.StartFailed(number, why, now))
 
-    def _stepped(self, first: messages.FirstStep | None) -> None:
+    def _on_first_step(self, first: messages.FirstStep | None) -> None:
         """React to the first step of a round: it is the sign that the script works here.
 
         From now on a spare group of processes may be forked for the next restart, and slots that could not start in
@@ -656,7 +658,7 @@ class JobLoop:
         for notice in received:
             self._handle(notice, now)
 
-    def _owner_lost(self) -> None:
+    def _on_owner_lost(self) -> None:
         """The owner was killed, and its processes with it: start another one, except for a job that is over."""
         if isinstance(self.phase, messages.Flushing):
             self._events.append(messages.Flushed())
@@ -668,4 +670,4 @@ class JobLoop:
         if (number := self._monitor.number) is not None:
             self._events.append(messages.GroupEnded(number))
         else:
-            self._start_ahead()
+            self._start_node_ahead()

@@ -39,17 +39,17 @@ from elasticd_agent.workers.launcher.requests import WorkerSpec
 
 EAGER_INTERVAL_S = 0.02
 """Until the first step, so that the next group is parked soon."""
-EAGER_S = 60.0
+EAGER_LIMIT_S = 60.0
 """A group without a step after this time will not make one in a moment, or never reports its steps."""
-INTERVAL_S = 0.25
-HASTENED_S = 0.3
+OBSERVATION_INTERVAL_S = 0.25
+EAGER_AFTER_PROBE_S = 0.3
 """After another agent has probed this one, which is a sign of a failure."""
-STATE_KEPT = ("attached", "resumed", "snapshot", "checkpoint_saved")
+STATE_KEPT_EVENTS = ("attached", "resumed", "snapshot", "checkpoint_saved")
 """The next round continues from the state of that moment, or a newer one."""
 PARK_S, LONGEST_PARK_S = 1.0, 10.0
 """The time that a worker has to leave a round: as long as its last step took, since it may be in the middle of one. And
 to begin the next one, for which it waits: the longer time where it does anything, or waits for a processor."""
-REPORT_CHECKPOINT_S = 10.0
+CHECKPOINT_REPORT_INTERVAL_S = 10.0
 """The interval of reports of new checkpoints to other nodes: a Round records one, the ranks look for the newest."""
 
 
@@ -63,7 +63,7 @@ class GroupSetup:
     evidence_dir: Path
 
 
-def find_absent(seen: Observation, kept: Collection[int]) -> list[RankReport]:
+def find_late_ranks(seen: Observation, kept: Collection[int]) -> list[RankReport]:
     """Those of the workers that were said to wait for the round which have not begun it in time."""
     waiting = [seen.ranks[at] for at in kept if not seen.heartbeats[at].started_ns]
     return [rank for rank in waiting if rank.quiet_s >= PARK_S or rank.idle_s >= LONGEST_PARK_S]
@@ -72,8 +72,8 @@ def find_absent(seen: Observation, kept: Collection[int]) -> list[RankReport]:
 class GroupMonitor:
     """The monitor of one group at a time. It belongs to the deciding thread.
 
-    The life of a group: `begin` before it starts, `started` with its pids, `observe` as often as `next_observation`
-    says, `ending` as soon as it is ended on purpose, `end` when its last process is gone.
+    The life of a group: `begin` before it starts, `on_started` with its pids, `observe` as often as
+    `next_observation_at` says, `on_ending` as soon as it is ended on purpose, `on_ended` when its last process is gone.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class GroupMonitor:
         detector: HangDetector,
         listener: JobListener,
         *,
-        shared: bool,
+        multi_node: bool,
     ) -> None:
         self.detector = detector
         self._rendezvous = rendezvous
         self._history = history
         self._listener = listener
-        self._shared = shared
+        self._multi_node = multi_node
         self._wait_shares = WaitCounter()
         self._prepared: GroupSetup | None = None
         self._earlier: list[WorkerEventReader] = []
@@ -97,7 +97,7 @@ class GroupMonitor:
         self._step_at: tuple[int, float] = (0, 0.0)
         self._step_s = 0.0
         self._kept: tuple[int, ...] = ()  # workers of this round that have kept their process of an earlier one
-        self._has_absent = False  # one of them has not begun it in time
+        self._late_reported = False  # that one of them has not begun it in time
         self._checkpoint_reported_at = float("-inf")
         self._pending_exception = ""  # reported of this round's ranks
         self._stepped_round = 0  # the newest round with an observed step
@@ -110,34 +110,34 @@ class GroupMonitor:
         return self._prepared.observer.round if self._prepared is not None else None
 
     @property
-    def next_observation(self) -> float | None:
+    def next_observation_at(self) -> float | None:
         """The time of the next observation; None while there is no group."""
         return self._at if self._prepared is not None else None
 
     def observe_next_turn(self, now: float) -> None:
         self._at = now
 
-    def observe_eagerly(self, now: float, seconds: float = HASTENED_S) -> None:
+    def observe_eagerly(self, now: float, seconds: float = EAGER_AFTER_PROBE_S) -> None:
         """Observe often for so long in this round: something is about to happen to a rank here."""
         self._at = now
         self._hastened_until = now + seconds
 
     def begin(self, round: Round, prepared: GroupSetup, now: float) -> None:
         """Called before the group of `round` is started."""
-        self.drop()
+        self.forget_group()
         self._prepared = prepared
         prepared.observer.earlier_event_readers = self._earlier
         self.detector.group_expected(round.number)
         self._history.group_started()
         self._wait_shares.group_started()
         self._at = now + EAGER_INTERVAL_S
-        self._step_at, self._step_s, self._kept, self._has_absent = (0, now), 0.0, (), False
-        self._eager_until, self._hastened_until = now + EAGER_S, 0.0
+        self._step_at, self._step_s, self._kept, self._late_reported = (0, now), 0.0, (), False
+        self._eager_until, self._hastened_until = now + EAGER_LIMIT_S, 0.0
         self._rendezvous.update_local_facts(next_step_due=now)
         self._pending_exception = ""
         self._rendezvous.update_node_record(ready_round=round.number, wait_counts=(), pending_exception="")
 
-    def started(self, started: GroupStarted) -> None:
+    def on_started(self, started: GroupStarted) -> None:
         """Take over the pids of the group that has just started; from now on a hang can be found."""
         prepared = self._prepared
         if prepared is None or prepared.observer.round != started.number:
@@ -147,11 +147,11 @@ class GroupMonitor:
         targets = [replace(t, pid=pid) for t, pid in zip(prepared.targets, started.pids, strict=True)]
         self.detector.group_started(started.number, targets, prepared.evidence_dir)
 
-    def released(self, released: WorkersReleased) -> None:
+    def on_released(self, released: WorkersReleased) -> None:
         if self.number == released.number and self._prepared is not None:
             self._prepared.observer.released(released.local_ranks)
 
-    def exited(self, rank: int) -> None:
+    def on_exited(self, rank: int) -> None:
         """A worker has exited with code 0."""
         if self._prepared is not None:
             self._prepared.observer.worker_exited(rank)
@@ -171,20 +171,20 @@ class GroupMonitor:
         fit = (at for at, rank in enumerate(seen.ranks) if rank.slot not in kill.hung and rank.state != "T")
         return Keep(tuple(fit), min(max(PARK_S, self._step_s), LONGEST_PARK_S), kill.why)
 
-    def ending(self) -> None:
+    def on_ending(self) -> None:
         """While a group is ended, its silence is no sign of a hang."""
         self.detector.group_ended()
 
-    def end(self, number: int) -> FirstStep | None:
+    def on_ended(self, number: int) -> FirstStep | None:
         """The group of round `number` has ended: read its last worker events, and stop."""
-        self.ending()
+        self.on_ending()
         self._rendezvous.update_local_facts(next_step_due=None)
         first = self.observe(time.monotonic()) if self.number == number else None
         if self.number == number:
-            self.drop()
+            self.forget_group()
         return first
 
-    def drop(self) -> None:
+    def forget_group(self) -> None:
         """Forget the group. The readers of its worker events stay for the next one: a rank may have written its last
         line as it was killed.
         """
@@ -204,10 +204,10 @@ class GroupMonitor:
             self._stepped_round = number
             self._rendezvous.update_node_record(stepped_round=number)
         for event in seen.worker_events:
-            self._worker_event(event)
-        self._find_pending_exception(seen)
+            self._on_worker_event(event)
+        self._report_pending_exception(seen)
         self._rendezvous.update_local_facts(high_water=self._history.update_high_water(seen))
-        self._advanced(seen.step, now)
+        self._update_next_step_due(seen.step, now)
         if (counts := self._wait_shares.update(seen)) is not None:
             self._rendezvous.update_node_record(wait_counts=counts)
         learned = (
@@ -219,7 +219,7 @@ class GroupMonitor:
         self.detector.update(seen, *learned)
         self._listener.on(seen, now)
         calm = number == self._stepped_round or now > self._eager_until
-        self._at = now + (INTERVAL_S if calm and now > self._hastened_until else EAGER_INTERVAL_S)
+        self._at = now + (OBSERVATION_INTERVAL_S if calm and now > self._hastened_until else EAGER_INTERVAL_S)
         return first
 
     def last_step(self, ranks: Collection[int]) -> int | None:
@@ -230,17 +230,17 @@ class GroupMonitor:
         steps = {rank.rank: beat.step for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True)}
         return min((steps[rank] for rank in steps.keys() & ranks or steps), default=None)
 
-    def find_absent(self) -> str:
+    def take_late_reason(self) -> str:
         """Return, once, why this round cannot go on: a process was said to wait for it, and has not begun it; or ""."""
         seen = self.observation
-        if seen is None or self._has_absent or not (absent := find_absent(seen, self._kept)):
+        if seen is None or self._late_reported or not (absent := find_late_ranks(seen, self._kept)):
             return ""
-        self._has_absent = True
+        self._late_reported = True
         ranks = f"{plural(len(absent), 'rank')} {listing(rank.rank for rank in absent)}"
         idle_s = min(rank.idle_s for rank in absent)
         return f"{ranks} said to wait for it, and did not begin it within {idle_s:.1f} s"
 
-    def _find_pending_exception(self, seen: Observation) -> None:
+    def _report_pending_exception(self, seen: Observation) -> None:
         """A rank that raised may still write its last files: its peers fail before it exits, and the leader must not
         wait for it."""
         if self._pending_exception:
@@ -251,7 +251,7 @@ class GroupMonitor:
                 self._rendezvous.update_node_record(pending_exception=self._pending_exception)
                 return
 
-    def _advanced(self, step: int, now: float) -> None:
+    def _update_next_step_due(self, step: int, now: float) -> None:
         """Estimate when the next step is due: the leader uses it to find that training has stopped."""
         before, at = self._step_at
         if step > before:
@@ -259,9 +259,9 @@ class GroupMonitor:
             self._step_at = step, now
             self._rendezvous.update_local_facts(next_step_due=now + 2 * self._step_s)
 
-    def _worker_event(self, event: WorkerEvent) -> None:
+    def _on_worker_event(self, event: WorkerEvent) -> None:
         number, step = event.round, event.step
-        if number == self.number and event.kind in STATE_KEPT:
+        if number == self.number and event.kind in STATE_KEPT_EVENTS:
             self._history.state_saved(event.mono)
         if number == self.number and "saves_at_faults" in event.extra:
             self._history.rank_saves_at_faults(event.rank, event.extra["saves_at_faults"] is True)
@@ -272,7 +272,7 @@ class GroupMonitor:
                 self._history.checkpoint_saved(float(seconds))
                 self._rendezvous.update_local_facts(checkpoint=(number, step))
                 now = time.monotonic()
-                if self._shared and now >= self._checkpoint_reported_at + REPORT_CHECKPOINT_S:
+                if self._multi_node and now >= self._checkpoint_reported_at + CHECKPOINT_REPORT_INTERVAL_S:
                     self._checkpoint_reported_at = now
                     self._rendezvous.update_node_record(
                         checkpoint=(number, step), high_water=self._rendezvous.facts.high_water

@@ -32,37 +32,37 @@ from elasticd_agent.store import tls as certificate_files
 def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) -> None:
     """Check everything that the job needs on this machine. Raises UsageError for the first obstacle."""
     path = environ.get("PATH")
-    _workdir(spec.cwd)
+    _check_workdir(spec.cwd)
     if spec.mode is not Mode.EXEC and shutil.which(spec.python, path=path) is None:
         raise UsageError(f"the Python interpreter {spec.python!r} (PYTHON_EXEC) cannot be found or executed")
     if spec.mode is Mode.SCRIPT:
-        _script(spec)
+        _check_script(spec)
     elif spec.mode is Mode.MODULE:
-        _module(spec)
+        _check_module(spec)
     else:
-        _program(spec, path)
+        _check_program(spec, path)
     if spec.mode is not Mode.EXEC:
-        _preloaded(spec, environ)
-    _directory("--checkpoint-dir", spec.checkpoint_dir, read_only=True)
+        _check_preloaded(spec, environ)
+    _check_directory("--checkpoint-dir", spec.checkpoint_dir, read_only=True)
     if spec.checkpoint_dir is not None and (why := missing_package_reason(spec.checkpoint_dir)):
         raise UsageError(f"--checkpoint-dir: {why}")
     if spec.log_dir != Path(os.devnull):
-        _directory("--log-dir", spec.log_dir)
-    _appendable("--event-log", settings.event_log, spec.log_dir)
+        _check_directory("--log-dir", spec.log_dir)
+    _check_appendable("--event-log", settings.event_log, spec.log_dir)
     if spec.master_port is not None or spec.master_addr != "localhost":
-        _port("the workers' store", spec.master_addr, spec.master_port or 0)
+        _check_port("the workers' store", spec.master_addr, spec.master_port or 0)
     if settings.metrics_port is not None:
-        _port("--metrics-port", settings.metrics_addr, settings.metrics_port)
+        _check_port("--metrics-port", settings.metrics_addr, settings.metrics_port)
     if spec.rendezvous.backend != "memory" and spec.rendezvous.local_addr is not None:
-        _port("--local-addr", spec.rendezvous.local_addr, 0)
+        _check_port("--local-addr", spec.rendezvous.local_addr, 0)
     if spec.rendezvous.tls is not None:
-        _tls(spec.rendezvous.tls)
+        _check_tls(spec.rendezvous.tls)
 
 
-def _workdir(path: Path) -> None:
+def _check_workdir(path: Path) -> None:
     """Check that the working directory exists and can be entered."""
     try:
-        mode = _mode(path)
+        mode = _file_mode(path)
     except PermissionError:
         mode = stat.S_IFDIR  # behind a directory without access
     if not stat.S_ISDIR(mode):
@@ -71,7 +71,7 @@ def _workdir(path: Path) -> None:
         raise UsageError(f"the working directory {str(path)!r} cannot be entered: permission denied")
 
 
-def _mode(path: Path) -> int:
+def _file_mode(path: Path) -> int:
     """0 if there is nothing. Raises PermissionError where a directory on the way has no access; the methods of Path
     answer False to that from Python 3.14 on.
     """
@@ -83,91 +83,93 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def _script(spec: JobSpec) -> None:
+def _check_script(spec: JobSpec) -> None:
     """Check that the script exists and can be read; a directory needs a `__main__.py`, as for Python itself."""
     try:
-        _script_file(spec)
+        _check_script_file(spec)
     except PermissionError:
         raise UsageError(f"the script {spec.entrypoint!r} cannot be reached: permission denied") from None
 
 
-def _script_file(spec: JobSpec) -> None:
+def _check_script_file(spec: JobSpec) -> None:
     script = spec.cwd / spec.entrypoint
-    if stat.S_ISDIR(_mode(script)):
+    if stat.S_ISDIR(_file_mode(script)):
         if not (script / "__main__.py").is_file():
             raise UsageError(f"the script {spec.entrypoint!r} is a directory without a __main__.py")
         script /= "__main__.py"
     if spec.entrypoint.startswith("-"):
         raise UsageError(f"the script's name is missing before {spec.entrypoint!r}")
-    mode = _mode(script)
+    mode = _file_mode(script)
     if not mode:
-        raise UsageError(f"the script {spec.entrypoint!r} does not exist{_in(spec)}")
+        raise UsageError(f"the script {spec.entrypoint!r} does not exist{_cwd_phrase(spec)}")
     if not stat.S_ISREG(mode):
         raise UsageError(f"the script {spec.entrypoint!r} is not a file")
     if not os.access(script, os.R_OK):
         raise UsageError(f"the script {spec.entrypoint!r} cannot be read: permission denied")
 
 
-def _module(spec: JobSpec) -> None:
+def _check_module(spec: JobSpec) -> None:
     """Check that `-m NAME` is a module's name, and that its package can be found without importing anything."""
     name = spec.entrypoint
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"-m {name!r}: a module's name looks like pkg.module; without -m it is a script's path")
     if name.endswith(".py") and (spec.cwd / name).is_file():
         raise UsageError(f"-m {name}: that is a file, -m takes a module's name; write -m {name[:-3]}, or leave -m out")
-    if not _may_exist(spec, name, [str(spec.cwd)]):
-        raise UsageError(f"-m {name}: there is no module {_top(name)!r} in {str(spec.cwd)!r} or on Python's path")
+    if not _module_may_exist(spec, name, [str(spec.cwd)]):
+        raise UsageError(
+            f"-m {name}: there is no module {_top_package(name)!r} in {str(spec.cwd)!r} or on Python's path"
+        )
 
 
-def _preloaded(spec: JobSpec, environ: Mapping[str, str]) -> None:
+def _check_preloaded(spec: JobSpec, environ: Mapping[str, str]) -> None:
     """Check the names of `--preload` before the modules ahead of them, such as torch, have been imported."""
     script = spec.cwd / spec.entrypoint
     first = spec.cwd if spec.mode is Mode.MODULE else script if script.is_dir() else script.resolve().parent
     folders = [str(first), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     for name in spec.preload:
-        if not _may_exist(spec, name, folders):
+        if not _module_may_exist(spec, name, folders):
             raise UsageError(
-                f"--preload {name}: there is no module {_top(name)!r} in {folders[0]!r} or on Python's path"
+                f"--preload {name}: there is no module {_top_package(name)!r} in {folders[0]!r} or on Python's path"
             )
 
 
-def _may_exist(spec: JobSpec, name: str, folders: list[str]) -> bool:
+def _module_may_exist(spec: JobSpec, name: str, folders: list[str]) -> bool:
     """False if the module's package is neither in the folders nor on Python's path. It imports nothing."""
     if spec.python != sys.executable:
         return True  # another interpreter has other modules
     import importlib.machinery
     import importlib.util
 
-    if importlib.machinery.PathFinder.find_spec(_top(name), folders) is not None:
+    if importlib.machinery.PathFinder.find_spec(_top_package(name), folders) is not None:
         return True
     try:
-        return importlib.util.find_spec(_top(name)) is not None  # for a name without dots this imports nothing
+        return importlib.util.find_spec(_top_package(name)) is not None  # for a name without dots this imports nothing
     except ValueError:  # it is loaded but has no spec, as __main__
         return True
 
 
-def _top(name: str) -> str:
+def _top_package(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _program(spec: JobSpec, path: str | None) -> None:
+def _check_program(spec: JobSpec, path: str | None) -> None:
     name = spec.entrypoint
     program = shutil.which(str(spec.cwd / name) if os.sep in name else name, path=path)
     if program is None:
         raise UsageError(f"the program {name!r} (--no-python) cannot be found or is not executable")
 
 
-def _in(spec: JobSpec) -> str:
+def _cwd_phrase(spec: JobSpec) -> str:
     return "" if os.path.isabs(spec.entrypoint) else f" in {str(spec.cwd)!r}"
 
 
-def _directory(option: str, path: Path | None, *, read_only: bool = False) -> None:
+def _check_directory(option: str, path: Path | None, *, read_only: bool = False) -> None:
     """It need not exist: its first writer creates it. `read_only`: its file system may be, for a while."""
     if path is None:
         return
     try:
         for place in (path, *path.parents):
-            mode = _mode(place)
+            mode = _file_mode(place)
             if stat.S_ISDIR(mode):
                 writable = os.access(place, os.W_OK | os.X_OK, effective_ids=True)
                 if not writable and not (read_only and os.statvfs(place).f_flag & os.ST_RDONLY):
@@ -179,7 +181,7 @@ def _directory(option: str, path: Path | None, *, read_only: bool = False) -> No
         raise UsageError(f"{option} {str(path)!r} cannot be reached: permission denied") from None
 
 
-def _appendable(option: str, path: Path | None, made: Path | None) -> None:
+def _check_appendable(option: str, path: Path | None, made: Path | None) -> None:
     """Check that a file can be appended to. `made` is a directory that will be created, so a file
     in it may be missing.
     """
@@ -193,19 +195,19 @@ def _appendable(option: str, path: Path | None, made: Path | None) -> None:
         raise UsageError(f"{option} {str(path)!r} cannot be written: permission denied")
 
 
-def _tls(tls: Tls) -> None:
+def _check_tls(tls: Tls) -> None:
     """Check that the TLS files exist, can be read, and fit together: a key that is not the
     certificate's is found here.
     """
     for name, path in (("cacert", tls.ca), ("cert", tls.cert), ("key", tls.key)):
         if path is not None:
-            _readable(f"--rdzv-conf {name}", path)
+            _check_readable(f"--rdzv-conf {name}", path)
     if (problem := certificate_files.find_problem(tls)) is not None:
         which, why = problem
         raise UsageError(f"--rdzv-conf {'cacert' if which == 'ca' else which} {why}")
 
 
-def _readable(option: str, path: Path) -> None:
+def _check_readable(option: str, path: Path) -> None:
     if not path.exists():
         raise UsageError(f"{option} {str(path)!r} does not exist")
     if not path.is_file():
@@ -214,7 +216,7 @@ def _readable(option: str, path: Path) -> None:
         raise UsageError(f"{option} {str(path)!r} cannot be read: permission denied")
 
 
-def _port(what: str, address: str, port: int) -> None:
+def _check_port(what: str, address: str, port: int) -> None:
     """Check that a port can be bound on the address, or that the address is this machine's where the port is 0."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -225,10 +227,10 @@ def _port(what: str, address: str, port: int) -> None:
         try:
             probe.bind(target)
         except OSError as error:
-            raise UsageError(f"{what}: {_port_trouble(error, address, port)}") from None
+            raise UsageError(f"{what}: {_port_error_phrase(error, address, port)}") from None
 
 
-def _port_trouble(error: OSError, address: str, port: int) -> str:
+def _port_error_phrase(error: OSError, address: str, port: int) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {address} is in use; choose another, or leave it out for a free one"
     if error.errno == errno.EADDRNOTAVAIL:

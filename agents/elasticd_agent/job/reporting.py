@@ -64,18 +64,18 @@ class JobReporter:
     _workers: WorkerReporter = field(init=False)
     _progress: ProgressReporter = field(init=False)
     _failure: Failure | None = None
-    _stopped: bool = False  #: a stop was requested
+    _stop_requested: bool = False
 
     def __post_init__(self) -> None:
         self._job = JobContext(self.spec, self.policy, self.node, self.events, self.metrics, self.console)
         self._workers = WorkerReporter(self._job, self.on_group_ended)
         self._progress = ProgressReporter(self._job)
         self.hangs = HangReporter(self._job)
-        self.metrics.set_time_source(self.spent)
+        self.metrics.set_time_source(self.time_split)
         self.metrics.set_budget_source(self.restarts_left)
         self.metrics.phase("joining")
 
-    def spent(self) -> TimeSplit:
+    def time_split(self) -> TimeSplit:
         """The split of this node's time so far. Safe from any thread."""
         return self._job.goodput.totals_at(time.monotonic())
 
@@ -87,7 +87,7 @@ class JobReporter:
         if running is None:
             return None
         round, at = running
-        progress = budget.is_progress(round, self._progress.saved, self._job.goodput.ledger.high_water)
+        progress = budget.is_progress(round, self._progress.newest_checkpoint, self._job.goodput.ledger.high_water)
         return budget.restarts_left(round.budget, self.policy, progress=progress, elapsed_s=time.monotonic() - at)
 
     def log(self, sentence: str) -> None:
@@ -96,11 +96,11 @@ class JobReporter:
     def on(self, event: JobEvent, now: float) -> None:
         match event:
             case RoundPublished(round) if self._job.round is None or round.number > self._job.round.number:
-                self._round(round, now)
+                self._report_round(round, now)
             case StoreAvailability():
-                self._store(event, now)
+                self._report_store(event, now)
             case StopStarted():
-                self._stop(event)
+                self._report_stop(event)
             case LeadershipChanged(on):
                 self.metrics.leading(on)
             case FaultDetected(number, cause, culprit, reported_at):
@@ -109,22 +109,22 @@ class JobReporter:
                     self._job.recovery.start(reported_at)
                 self._job.goodput.on_fault(number, now)
             case WaitingFor(why, more_nodes):
-                self._waiting(why, more_nodes, now)
+                self._report_wait(why, more_nodes, now)
             case Failure():
                 self._failure = event
                 self.console.log(f"round {event.round}: {event.why}", "warning")
             case SparesChanged():
-                self._spares(event, now)
+                self._report_spares(event, now)
             case PhaseChanged(name):
                 self.metrics.phase(name)
             case JobLeft():
-                self._left(event, now)
+                self._report_end(event, now)
             case _:
                 self._workers.on(event, now)
                 self._progress.on(event, now)
                 self.hangs.on(event, now)
 
-    def _round(self, round: Round, now: float) -> None:
+    def _report_round(self, round: Round, now: float) -> None:
         """Report a new Round: its members and ranks, its cause, and what it follows.
 
         A recovery starts with the Round on nodes that have not seen the fault themselves, from the moment at which
@@ -153,11 +153,11 @@ class JobReporter:
             )
         )  # fmt: skip
         self.console.log(f"round {round.number}: {round.reason}")
-        if not self._workers.launcher_known:
+        if not self._workers.launch_mode_known:
             self.console.starting("importing torch and the script's modules")
         job.round, self._failure = round, None
 
-    def _store(self, store: StoreAvailability, now: float) -> None:
+    def _report_store(self, store: StoreAvailability, now: float) -> None:
         """Report that the store is gone or back, as an event and a metric; the store client itself
         logs the sentence.
         """
@@ -169,14 +169,14 @@ class JobReporter:
             reason = f"the store is available again after {store.seconds:.1f} s"
             job.write(events.StoreAvailableEvent(round=number, mono=now, reason=reason, seconds=store.seconds))
 
-    def _waiting(self, why: str, more_nodes: bool, now: float) -> None:
+    def _report_wait(self, why: str, more_nodes: bool, now: float) -> None:
         """Report why no Round can be made now. Only the wait for nodes counts as time without enough nodes."""
         self.console.log(why)
         if more_nodes:
             self._job.goodput.on_waiting(now)
         self._job.write(events.WaitingEvent(round=self._job.round_number, mono=now, reason=why, nodes=more_nodes))
 
-    def _spares(self, spares: SparesChanged, now: float) -> None:
+    def _report_spares(self, spares: SparesChanged, now: float) -> None:
         """This node, or slots of it, begin to stand by, or their workers have come to their entry."""
         self.metrics.spares(len(spares.slots))
         round, node = self._job.round, self.node
@@ -193,9 +193,9 @@ class JobReporter:
             verb, why = "waits" if one else "wait", f"the job has its {has}"
         else:
             return  # the others are about to follow
-        self._waiting(f"{who} {verb} as {'a spare' if one else 'spares'}: {why}", False, now)
+        self._report_wait(f"{who} {verb} as {'a spare' if one else 'spares'}: {why}", False, now)
 
-    def _stop(self, stop: StopStarted) -> None:
+    def _report_stop(self, stop: StopStarted) -> None:
         """Report a stop. Where other nodes may continue, this one leaves, within their limit or the checkpoint's."""
         request, grace_s = stop.request, stop.rules.stop_limit_s
         name = request.signal
@@ -205,14 +205,14 @@ class JobReporter:
             reason = f"{self.node} leaves within {grace_s:g} s: {request.why or f'{name} received'}"
         else:
             reason = f"{name} received: workers have {grace_s:g} s to stop"
-        self._stopped = True
+        self._stop_requested = True
         self._job.write(
             events.StopRequestedEvent(
                 round=self._job.round_number, mono=request.at, reason=reason, by=name, grace_seconds=grace_s
             )
         )
 
-    def _left(self, left: JobLeft, now: float) -> None:
+    def _report_end(self, left: JobLeft, now: float) -> None:
         """Report the end of the job, with the traceback of a user error that ended it."""
         outcome = "stopped" if left.exit_code else "succeeded"
         if left.round is not None and left.round.outcome:
@@ -225,7 +225,7 @@ class JobReporter:
             self.console.log(f"{text} is above" if shown else f"{text}:\n{self._failure.detail.rstrip()}", "error")
         job = self.spec.job_id
         what = f"{self.node} has left job {job}" if outcome == "left" else f"job {job} has {outcome}"
-        requested = self._stopped and outcome in ("stopped", "left")
+        requested = self._stop_requested and outcome in ("stopped", "left")
         self.console.log(f"{what}: {left.why}", "info" if left.exit_code == 0 or requested else "error")
         number, restarts = (left.round.number, left.round.restarts) if left.round is not None else (0, 0)
         self._job.write(
@@ -237,8 +237,8 @@ class JobReporter:
 
 
 STDERR = 2
-HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
-HEALTHY_TURN_S = 30.0
+HEALTH_PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
+STUCK_AFTER_S = 30.0
 """A deciding thread without a turn for so long is stuck; its own timers are far shorter."""
 
 
@@ -253,7 +253,7 @@ class Reporting(contextlib.ExitStack):
         super().__init__()
         self._settings = settings
         self._socket = runtime / SOCKET_NAME
-        self._health_port = spec.base_environment(os.environ).get(HEALTH_VARIABLE)
+        self._health_port = spec.base_environment(os.environ).get(HEALTH_PORT_VARIABLE)
         self._about: dict[str, Any] = {"job": spec.job_id, "node": node}
         self.events = self.open_events(spec.job_id, node)
         self.callback(self.events.close)
@@ -322,9 +322,9 @@ class Reporting(contextlib.ExitStack):
         try:
             number = int(port)
             pages = HealthPages(lambda: HealthProbeResult(*liveness(loop)))
-            server = MetricsServer("0.0.0.0", number, pages, option=HEALTH_VARIABLE)
+            server = MetricsServer("0.0.0.0", number, pages, option=HEALTH_PORT_VARIABLE)
         except ValueError:
-            self.reporter.log(f"{HEALTH_VARIABLE}={port!r} is not a port: no health check is served")
+            self.reporter.log(f"{HEALTH_PORT_VARIABLE}={port!r} is not a port: no health check is served")
         except UsageError as error:
             self.reporter.log(f"no health check is served: {error}")
         else:
@@ -346,4 +346,4 @@ def readiness(loop: JobLoop) -> tuple[bool, str]:
 def liveness(loop: JobLoop) -> tuple[bool, str]:
     """Healthy while the deciding thread turns, whatever training does."""
     late = loop.overdue_s()
-    return late < HEALTHY_TURN_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "ok"
+    return late < STUCK_AFTER_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "ok"

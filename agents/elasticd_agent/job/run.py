@@ -43,7 +43,7 @@ from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
 from elasticd_agent.hangs.patience import retransmission_s
 from elasticd_agent.job import checkpoint_directory
-from elasticd_agent.job.join import JobMembership, claim_node_name, join_job, listening_address, wait_for_route
+from elasticd_agent.job.join import JobMembership, claim_node_name, join_job, store_listening_address, wait_for_route
 from elasticd_agent.job.loop import JobLoop, Message, StraySignal
 from elasticd_agent.job.monitor import GroupMonitor
 from elasticd_agent.job.slots import Slots
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("elasticd")
-_MAX_ENTRIES = 10_000
+_MAX_SHM_ENTRIES = 10_000
 """The most entries of /dev/shm that are read: another user may make any number."""
 
 
@@ -81,14 +81,14 @@ _MAX_ENTRIES = 10_000
 class RunContext:
     """The differences between `elasticd run` (the defaults) and a runner of the daemon."""
 
-    reporting: Callable[[JobSpec, Policy, AgentSettings, str, Path], Reporting] | None = None
+    make_reporting: Callable[[JobSpec, Policy, AgentSettings, str, Path], Reporting] | None = None
     kept_fds: tuple[int, ...] = ()  #: they stay open for as long as a process of the job is left
     pauses_before_stop: bool = False
     """A stop first requests a checkpoint at the next decision point, also where this node is the only one."""
     leave_within_s: float | None = None  #: the limit of that; None: the policy's grace period
     on_runtime_dir: Callable[[Path], None] = lambda path: None
     stop_reason: Callable[[], str] = lambda: ""  #: the reason for the first stop signal, from its sender
-    own_code: bool = False  #: the process was started from a copy of the code that no upgrade changes
+    has_private_code: bool = False  #: the process was started from a copy of the code that no upgrade changes
 
 
 def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext | None = None) -> int:
@@ -110,7 +110,7 @@ def _run(
         wait_for_route(spec, policy.join_timeout_s, lambda: bool(received), _log.warning)
         if received:
             return 128 + received[0]
-    on_disk = stack.enter_context(checkpoint_directory.locked(spec, _log.warning))
+    on_disk = stack.enter_context(checkpoint_directory.lock_directory(spec, _log.warning))
     runtime, lock = stack.enter_context(runtime_directory(settings.runtime_dir))
     context.on_runtime_dir(runtime)
     claimed = claim_node_name(spec, stack)
@@ -122,11 +122,13 @@ def _run(
 
     make_workers = _worker_factory(spec, policy, node, runtime, gpus, inbox, stack)
     owner = start_owner()
-    copy_error = "" if context.own_code else use_private_code(runtime)  # takes no time: the owner's interpreter starts
+    copy_error = (
+        "" if context.has_private_code else use_private_code(runtime)
+    )  # takes no time: the owner's interpreter starts
     running = [make_workers(owner)]
     stack.callback(lambda: running[0].close())
     # Before: the owner removes the private code at its end.
-    stack.callback(checkpoint_directory.release_store, spec, _log.warning)
+    stack.callback(checkpoint_directory.release_object_store, spec, _log.warning)
 
     reporting = stack.enter_context(_reporting(spec, policy, settings, context, node, runtime))
     if copy_error:
@@ -136,8 +138,8 @@ def _run(
         spec,
         policy,
         node,
-        may_host=claimed.free,
-        found_on_disk=(max(on_disk.highest_round, reporting.logs.highest_round()), on_disk.newest),
+        may_host=claimed.is_free,
+        found_on_disk=(max(on_disk.highest_round, reporting.logs.highest_round()), on_disk.newest_checkpoint),
         warm=running[0].settled,
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
         post=inbox.put,
@@ -163,9 +165,9 @@ def _run(
             policy.user_error_wait_s,
             policy.shutdown_timeout_s,
             membership.incarnation,
-            multi_node=membership.shared,
+            multi_node=membership.multi_node,
             leave_grace_s=context.leave_within_s,
-            leave_on_stop=membership.shared or context.pauses_before_stop,
+            leave_on_stop=membership.multi_node or context.pauses_before_stop,
         ),
         rendezvous=membership.rendezvous,
         turn_rendezvous=membership.turn,
@@ -237,7 +239,7 @@ def _worker_factory(
     stack.callback(memory.close)
 
     def make(owner: OwnerClient) -> WorkerManager:
-        host, wait = listening_address(spec), GpuGate(memory, slot_gpus)
+        host, wait = store_listening_address(spec), GpuGate(memory, slot_gpus)
         return WorkerManager(spec, node, base_env, preload, owner, host, wait, policy.startup_ceiling_s)
 
     return make
@@ -251,17 +253,17 @@ def _group_monitor(
     A job on one node reports every look of its detector; with several nodes the leader asks for reports once it
     suspects a hang.
     """
-    member, reporter, shared = membership.rendezvous, reporting.reporter, membership.shared
+    member, reporter, multi_node = membership.rendezvous, reporting.reporter, membership.multi_node
     detector = HangDetector(
         membership.node,
         policy,
         evidence,
         member.report_hang,
         reporter.hangs,
-        report_every_look=not shared,
+        report_every_look=not multi_node,
         retransmission_s=retransmission_s(spec.base_environment(os.environ)),
     )
-    return GroupMonitor(member, StepHistory(policy), detector, reporter, shared=shared)
+    return GroupMonitor(member, StepHistory(policy), detector, reporter, multi_node=multi_node)
 
 
 def use_private_code(runtime: Path) -> str:
@@ -278,8 +280,8 @@ def use_private_code(runtime: Path) -> str:
 def _reporting(
     spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext, node: str, runtime: Path
 ) -> Reporting:
-    if context.reporting is not None:
-        return context.reporting(spec, policy, settings, node, runtime)
+    if context.make_reporting is not None:
+        return context.make_reporting(spec, policy, settings, node, runtime)
     from elasticd_agent.job.reporting import Reporting
 
     return Reporting(spec, policy, settings, node, runtime)
@@ -383,7 +385,7 @@ def runtime_directory(parent: Path | None) -> Iterator[tuple[Path, int]]:
         path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
     else:
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-        remove_stale(base)
+        remove_stale_directories(base)
         path = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{os.getpid()}-", dir=base))
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -394,14 +396,14 @@ def runtime_directory(parent: Path | None) -> Iterator[tuple[Path, int]]:
         os.close(lock)
 
 
-def remove_stale(base: Path) -> None:
+def remove_stale_directories(base: Path) -> None:
     """The lock decides, and not the pid: containers that share this memory may have the same, and one that is started
     again has it again.
 
     All users may write there: what is not this user's own is left alone, and nothing there ends the job.
     """
     with os.scandir(base) as entries:
-        names = [entry.name for entry in itertools.islice(entries, _MAX_ENTRIES)]
+        names = [entry.name for entry in itertools.islice(entries, _MAX_SHM_ENTRIES)]
     for name in names:
         path, (_, _, pid, *_) = base / name, (*name.split("-"), "", "")
         if name.startswith(f"elasticd-{os.getuid()}-") and pid.isdecimal() and _is_abandoned(path):

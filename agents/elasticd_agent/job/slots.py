@@ -5,8 +5,8 @@ node with fewer usable slots than its job's minimum announces none.
 
 Where workers keep their process from one round to the next, a slot whose worker has died **starts**: a new process runs
 the script up to its entry. The next Round does without the slot where it can, and takes it back when that process is
-there. Where TRIES processes in a row end before, none will come so far: from then on new processes start with their
-round. Where they hang, the job would hang with them: the slot is left out, unless a Round needs it.
+there. Where MAX_FAILED_STARTS processes in a row end before, none will come so far: from then on new processes start
+with their round. Where they hang, the job would hang with them: the slot is left out, unless a Round needs it.
 
 Three states of a slot that is not simply usable, and who ends them: *stuck*, by the kernel, when the process is gone at
 last; *starting*, by its new process at its entry, or by the Round that needs the slot sooner; *given up*, by a Round
@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from elasticd_agent.model.records import Round
 from elasticd_agent.workers.events import NewcomerEnded, ProcessReaped, ProcessUnkillable
 
-TRIES = 3
+MAX_FAILED_STARTS = 3
 """Processes in a row that may fail before their entry."""
 
 
@@ -52,7 +52,7 @@ class Slots:
             self._starting.discard(news.slot if news.slot is not None else -1)
             whose = f"rank {news.rank}'s process {news.pid}" if news.rank is not None else f"process {news.pid}"
             left_out = f"; slot {news.slot} is left out until it has ended" if news.slot is not None else ""
-            state = _kernel_state(news)
+            state = _kernel_state_phrase(news)
             return f"round {news.number}: {whose} survives SIGKILL{state}; continuing without it{left_out}"
         freed = self._unkillable.pop(news.pid, None)
         if freed is None:
@@ -68,11 +68,13 @@ class Slots:
         return left if len(left) >= self._min_workers else ()
 
     @property
-    def why(self) -> str:
+    def unusable_reason(self) -> str:
         """Why some are not usable, "" if all are."""
+        unkillable = sorted(self._unusable().items())
+        users = ((slot, stuck.pid, _kernel_state_phrase(stuck)) for slot, stuck in unkillable)
         return "; ".join(
-            f"slot {slot} of {self._node} is in use by process {stuck.pid}, which does not die{_kernel_state(stuck)}"
-            for slot, stuck in sorted(self._unusable().items())
+            f"slot {slot} of {self._node} is in use by process {pid}, which does not die{state}"
+            for slot, pid, state in users
         )
 
     @property
@@ -80,18 +82,18 @@ class Slots:
         return tuple(sorted(self._starting.intersection(self._all)))
 
     @property
-    def to_start(self) -> set[int]:
+    def to_start_ahead(self) -> set[int]:
         """Those of the starting slots for which a process is to be started ahead."""
         return set(self.starting) - self._given_up
 
-    def spare(self, round: Round) -> tuple[int, ...]:
+    def spares(self, round: Round) -> tuple[int, ...]:
         """The usable slots here that `round` leaves out although none may come in: it has all that the job asks for."""
         member = round.member(self._node)
         used = () if member is None else member.slots
         room = self._max_nodes - len(round.members) if member is None else self._max_workers - len(used)
         return () if room > 0 or round.terminal else tuple(slot for slot in self.usable if slot not in used)
 
-    def starts(self, slots: Collection[int]) -> None:
+    def mark_starting(self, slots: Collection[int]) -> None:
         """The workers on these slots have died, and others keep their process."""
         if not self._starts_with_round:
             self._starting.update(slots)
@@ -103,45 +105,45 @@ class Slots:
         for slot in slots:
             del self._failed[slot]
 
-    def failed(self, ended: NewcomerEnded) -> str:
+    def record_failure(self, ended: NewcomerEnded) -> str:
         """A slot's process has not come to its entry: another one starts, unless it would fail as well."""
         slot, who = ended.slot, f"the new process of slot {ended.slot} {ended.why}"
         self._failed[slot] += 1
-        if self._failed[slot] < TRIES and not ended.is_refused:
-            return f"{who}: another one starts ({self._failed[slot] + 1} of {TRIES})"
+        if self._failed[slot] < MAX_FAILED_STARTS and not ended.is_refused:
+            return f"{who}: another one starts ({self._failed[slot] + 1} of {MAX_FAILED_STARTS})"
         if not ended.is_late:
-            return self.start_with_round(who)
+            return self.stop_starting_ahead(who)
         self._given_up.add(slot)
-        return f"{who}, as {TRIES - 1} before it: the job continues without the slot"
+        return f"{who}, as {MAX_FAILED_STARTS - 1} before it: the job continues without the slot"
 
-    def start_with_round(self, why: str) -> str:
+    def stop_starting_ahead(self, why: str) -> str:
         """No process of this job will come to its entry ahead of its round."""
         self._starting.clear()
         self._starts_with_round = True
         return f"{why}: from now on new processes start together with their round, and the other ranks wait for them"
 
-    def blocks(self, round: Round) -> bool:
+    def remember_if_blocked(self, round: Round) -> bool:
         """True if this node's group of `round` cannot start yet; the round is remembered until it can."""
         member = round.member(self._node)
         blocked = member is not None and not self._unusable().keys().isdisjoint(member.slots)
         self._waiting = round if blocked else None
         return blocked
 
-    def forget(self, number: int) -> None:
+    def forget_blocked(self, number: int) -> None:
         """The group of round `number` has ended."""
         if self._waiting is not None and self._waiting.number == number:
             self._waiting = None
 
-    def unblocked(self) -> Round | None:
+    def take_unblocked(self) -> Round | None:
         """The Round whose group can start now, once."""
         round = self._waiting
-        return round if round is not None and not self.blocks(round) else None
+        return round if round is not None and not self.remember_if_blocked(round) else None
 
     def _unusable(self) -> dict[int, ProcessUnkillable]:
         return {stuck.slot: stuck for stuck in self._unkillable.values() if stuck.slot is not None}
 
 
-def _kernel_state(stuck: ProcessUnkillable) -> str:
+def _kernel_state_phrase(stuck: ProcessUnkillable) -> str:
     """ " (state D in nfs_wait_bit_killable)", as far as known."""
     if not stuck.state:
         return ""

@@ -27,11 +27,11 @@ from dataclasses import replace
 from elasticd_agent.job.exit_cause import (
     describe_exit,
     describe_peer_loss,
+    follows_peer_failure,
     is_secondary,
     is_user_error,
-    may_be_secondary,
     repeat_key,
-    shared_error,
+    shareable_error,
 )
 from elasticd_agent.model.job import REQUEUE
 from elasticd_agent.model.messages import (
@@ -73,10 +73,10 @@ from elasticd_agent.model.records import SHARED_ERRORS, Failure, Round, same_err
 
 Transition = tuple[Phase, list[Action]]
 
-EXIT_WAIT_S = 3.0
+ROOT_CAUSE_EXIT_WAIT_S = 3.0
 """A secondary failure may be reported so long before its root cause: a process closes its connections before it has
 exited, and a Python that raised may have a last file to write."""
-EXIT_WAIT_OF_NODES_S = 0.15
+MULTI_NODE_EXIT_WAIT_S = 0.15
 """The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
 
 LAST_PAUSE_LEAD_S = 30.0
@@ -140,9 +140,9 @@ def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
     """The agent has no group and waits for a Round above `phase.past`."""
     match event:
         case RoundPublished(r) if r.number > phase.past and r.terminal:
-            return _leave_by(r)
+            return _leave_after_final_round(r)
         case RoundPublished(r) if r.number > phase.past and phase.stop is None:
-            return _enter(r, rules)
+            return _enter_round(r, rules)
         case StoreAbandoned(why):
             return _leave(phase.past, REQUEUE, why)
         case StopRequested(_, code) if rules.leave_on_stop:
@@ -165,7 +165,7 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
     round_ = phase.round
     match event:
         case RoundPublished(r) if r.number > round_.number:
-            return _superseded(round_, r, rules, phase.stop)
+            return _end_superseded_group(round_, r, rules, phase.stop)
         case WorkerExited(number) if number == round_.number and not _already_exited(phase.exits, event):
             return _worker_exited(phase, event, rules)
         case StoreExited(number, why) if number == round_.number:
@@ -188,7 +188,7 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
             stop = replace(phase.stop, soon_at=math.inf)
             return replace(phase, stop=stop), [_report_leaving(stop, rules, soon=True)]
         case StopRequested() | StopForced():
-            return _stop(round_, event, rules)
+            return _stop_group(round_, event, rules)
         case _:
             return phase, []
 
@@ -212,18 +212,18 @@ def _report_leaving(stop: PendingStop, rules: StepRules, soon: bool = False) -> 
 
 def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Transition:
     round_, exits = phase.round, (*phase.exits, exit)
-    if may_be_secondary(exit) and phase.stop is None:
-        wait_s = EXIT_WAIT_OF_NODES_S if len(round_.members) > 1 else EXIT_WAIT_S
+    if follows_peer_failure(exit) and phase.stop is None:
+        wait_s = MULTI_NODE_EXIT_WAIT_S if len(round_.members) > 1 else ROOT_CAUSE_EXIT_WAIT_S
         until = exit.at + wait_s
         return _await_root_cause(Settling(round_, exits, until), rules, [SetTimer(until)])
     if not exit.status.ok:
-        error = shared_error(exit)
+        error = shareable_error(exit)
         if phase.first_step or phase.exits or phase.stop or error is None:
             return _crash(round_, exit, rules, ended=phase.exits)
         wait_s = same_error_wait_s(rules.user_error_wait_s, exit.ran_s, error, is_users=is_user_error(exit))
         until = exit.at + wait_s
         return _await_shared_error(Settling(round_, exits, until), rules, [SetTimer(until)])
-    if len(exits) < _workers(round_, rules):
+    if len(exits) < _local_world_size(round_, rules):
         return replace(phase, exits=exits), []
     return Stopping(round_), [ReportDone(round_.number)]
 
@@ -233,31 +233,31 @@ def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
     round_, first = phase.round, next(e for e in phase.exits if not e.status.ok)
     match event:
         case RoundPublished(r) if r.number > round_.number:
-            return _superseded(round_, r, rules)
+            return _end_superseded_group(round_, r, rules)
         case WorkerExited(number) if number == round_.number and not _already_exited(phase.exits, event):
             after = Settling(round_, (*phase.exits, event), phase.until)
-            if may_be_secondary(first):
+            if follows_peer_failure(first):
                 return _await_root_cause(after, rules, [])
-            if shared_error(event) != shared_error(first):
+            if shareable_error(event) != shareable_error(first):
                 return _crash(round_, _root_cause(first, event), rules)
             return _await_shared_error(after, rules, [])
         case TimerExpired(at) if at >= phase.until:
             return _crash(round_, first, rules, phase.exits)
-        case FirstStep(number) if number == round_.number and not may_be_secondary(first):
+        case FirstStep(number) if number == round_.number and not follows_peer_failure(first):
             return _crash(round_, first, rules)  # another rank trains: the script as such works
         case StoreExited(number, why) if number == round_.number:
             return _fail(round_, rules, "store_lost", (), f"the workers' store {why}")
         case GroupEnded(number) if number == round_.number:
             return _group_lost(round_, phase.exits, rules)
         case StopRequested() | StopForced():
-            return _stop(round_, event, rules)
+            return _stop_group(round_, event, rules)
         case _:
             return phase, []
 
 
 def _await_shared_error(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
     """A shared error once every worker of this node has raised the same one."""
-    workers = _workers(phase.round, rules)
+    workers = _local_world_size(phase.round, rules)
     if len(phase.exits) < workers:
         return phase, actions
     first = phase.exits[0]
@@ -270,8 +270,8 @@ def _await_shared_error(phase: Settling, rules: StepRules, actions: list[Action]
 def _await_root_cause(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
     """Some workers have lost a peer, whose own exit names the root cause: wait for it, or for the last exit."""
     failed = [exit for exit in phase.exits if not exit.status.ok]
-    cause = next((exit for exit in failed if not may_be_secondary(exit)), None)
-    if cause is None and len(phase.exits) < _workers(phase.round, rules):
+    cause = next((exit for exit in failed if not follows_peer_failure(exit)), None)
+    if cause is None and len(phase.exits) < _local_world_size(phase.round, rules):
         return phase, actions
     return _crash(phase.round, cause or failed[0], rules, phase.exits)
 
@@ -286,11 +286,11 @@ def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
         case GroupEnded(number) if number == phase.round.number:
             return _after_group_ended(phase, rules)
         case StopRequested(signal, code, at, why) if phase.stop is None:
-            return Stopping(phase.round, _terminal(phase.then), PendingStop(signal, code, at, why)), []
+            return Stopping(phase.round, _if_terminal(phase.then), PendingStop(signal, code, at, why)), []
         case StopForced(signal, code, at):
             stop = phase.stop or PendingStop(signal, code, at)
             kill = KillGroup(phase.round.number, f"{signal} twice: killed without grace", save=False)
-            return Stopping(phase.round, _terminal(phase.then), stop), [kill]
+            return Stopping(phase.round, _if_terminal(phase.then), stop), [kill]
         case _:
             return phase, []
 
@@ -298,13 +298,13 @@ def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
 def _after_group_ended(phase: Stopping, rules: StepRules) -> Transition:
     """The group is gone: enter the Round that is known already, leave after a stop, or wait for the next Round."""
     if phase.then is not None:
-        return _leave_by(phase.then) if phase.then.terminal else _enter(phase.then, rules)
+        return _leave_after_final_round(phase.then) if phase.then.terminal else _enter_round(phase.then, rules)
     if phase.stop is not None:
         return _leave(phase.round.number, phase.stop.exit_code, _stop_reason(phase.stop))
     return Joining(phase.round.number), []
 
 
-def _enter(r: Round, rules: StepRules) -> Transition:
+def _enter_round(r: Round, rules: StepRules) -> Transition:
     """Start the group of the Round, if this incarnation of this node is in it."""
     member = r.member(rules.node)
     if member is None or rules.incarnation not in (None, member.incarnation):
@@ -312,7 +312,7 @@ def _enter(r: Round, rules: StepRules) -> Transition:
     return Running(r), [StartGroup(r)]
 
 
-def _leave_by(r: Round) -> Transition:
+def _leave_after_final_round(r: Round) -> Transition:
     assert r.exit_code is not None
     return _leave(r.number, r.exit_code, r.reason, failed=r.outcome == "failed")
 
@@ -345,7 +345,7 @@ def _stop_reason(stop: PendingStop | StopRequested) -> str:
     return stop.why or f"stopped by {stop.signal}"
 
 
-def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | None = None) -> Transition:
+def _end_superseded_group(old: Round, new: Round, rules: StepRules, stop: PendingStop | None = None) -> Transition:
     """The old group gets time only from a stop; the survivors of a failure have no use for it."""
     why = f"round {new.number}: {new.reason}"
     if stop is not None and not new.terminal:
@@ -358,7 +358,7 @@ def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | No
     return Stopping(old, new), [KillGroup(old.number, why, save=save, keep=member is not None, hung=hung)]
 
 
-def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) -> Transition:
+def _stop_group(round_: Round, event: StopRequested | StopForced, rules: StepRules) -> Transition:
     """End the group for a stop: with the grace period for the first signal, at once for the second."""
     if isinstance(event, StopForced):
         stop = PendingStop(event.signal, event.exit_code, event.at)
@@ -418,7 +418,7 @@ def _fail(
 
 def _group_lost(round_: Round, exits: tuple[WorkerExited, ...], rules: StepRules) -> Transition:
     """The group ended without exits: its owner lost the processes, so there is none to kill."""
-    lost = _workers(round_, rules) - len(exits)
+    lost = _local_world_size(round_, rules) - len(exits)
     why = f"the group ended and {lost} of its workers left no exit status"
     _, actions = _fail(round_, rules, "crash", (), why)
     return Joining(round_.number), [a for a in actions if isinstance(a, ReportFailure)]
@@ -438,9 +438,9 @@ def _already_exited(exits: tuple[WorkerExited, ...], exit: WorkerExited) -> bool
     return any(e.rank == exit.rank for e in exits)
 
 
-def _terminal(r: Round | None) -> Round | None:
+def _if_terminal(r: Round | None) -> Round | None:
     return r if r is not None and r.terminal else None
 
 
-def _workers(round_: Round, rules: StepRules) -> int:
+def _local_world_size(round_: Round, rules: StepRules) -> int:
     return len(round_.ranks(rules.node))

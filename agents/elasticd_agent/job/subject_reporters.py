@@ -84,41 +84,41 @@ class WorkerReporter:
 
     job: JobContext
     on_group_ended: Callable[[int], None]
-    launcher_known: bool = False  #: it is known how workers start: before that, the first group waits for imports
+    launch_mode_known: bool = False  #: it is known how workers start: before that, the first group waits for imports
     _pids: dict[int, int] = field(default_factory=dict)  #: the running group's pids by local rank
     _started_at: float = 0.0
-    _kept: int = 0  #: the running group's workers that have kept their process of an earlier round
+    _kept_workers: int = 0  #: the running group's workers that have kept their process of an earlier round
     _ending_since: float | None = None
-    _end_requested: set[int] = field(default_factory=set)
+    _ending_rounds: set[int] = field(default_factory=set)
     _unkillable: dict[int, int] = field(default_factory=dict)  #: processes that survive SIGKILL, and their rounds
 
     def on(self, event: JobEvent, now: float) -> None:
         match event:
             case LauncherReady():
-                self._launcher(event, now)
+                self._report_launcher(event, now)
             case GroupStarted():
-                self._started(event, now)
+                self._report_start(event, now)
             case GroupEnding(number):
-                self._end_requested.add(number)
+                self._ending_rounds.add(number)
                 self.job.goodput.on_group_ending(number)
                 if self._ending_since is None:
                     self._ending_since = now
             case WorkerExited():
-                self._worker_exited(event)
+                self._report_exit(event)
             case PeerLost(exit):
-                self._fault(exit.number, exit.at)
+                self._start_fault(exit.number, exit.at)
             case StoreExited():
-                self._store_exited(event)
+                self._report_store_exit(event)
             case FirstStep(number, at):
-                self._first_step(number, at)
+                self._report_first_step(number, at)
             case GroupEnded(number, kept):
                 for local_rank in kept:
                     self._pids.pop(local_rank, None)
-                self._ended(number, now, len(kept))
+                self._report_group_end(number, now, len(kept))
             case SlotChanged(cause, sentence):
-                self._slot_changed(cause, sentence, now)
+                self._report_slot(cause, sentence, now)
 
-    def _launcher(self, launcher: LauncherReady, now: float) -> None:
+    def _report_launcher(self, launcher: LauncherReady, now: float) -> None:
         self.job.write(
             events.LauncherReadyEvent(
                 round=self.job.round_number, mono=now, reason=launcher.reason, mode=launcher.mode,
@@ -127,12 +127,12 @@ class WorkerReporter:
         )  # fmt: skip
         if launcher.mode == "cold":
             self.job.console.log(launcher.reason, "warning")
-        elif self.job.round is not None and not self.launcher_known:
+        elif self.job.round is not None and not self.launch_mode_known:
             self.job.console.log(f"starting: the imports took {launcher.seconds or 0.0:.1f} s")
-        self.launcher_known = True
+        self.launch_mode_known = True
         self.job.console.starting("")
 
-    def _started(self, started: GroupStarted, now: float) -> None:
+    def _report_start(self, started: GroupStarted, now: float) -> None:
         """Report the start of a group: how many of its workers are new, and how many have kept their process."""
         job = self.job
         assert job.round is not None
@@ -141,25 +141,25 @@ class WorkerReporter:
         self._ending_since = None
         job.recovery.mark("start", now)
         job.metrics.group_started(len(started.pids), started.warm)
-        self._kept = len(started.kept)
+        self._kept_workers = len(started.kept)
         how = "forked from the warm launcher" if started.warm else "started cold"
-        new = len(started.pids) - self._kept
-        reason = (f"{count(new, 'worker')} {how}" if new else "no new process") + self._in_their_processes()
+        new = len(started.pids) - self._kept_workers
+        reason = (f"{count(new, 'worker')} {how}" if new else "no new process") + self._kept_phrase()
         job.write(
             events.GroupStartedEvent(
                 round=started.number, mono=now, reason=reason, ranks=tuple(job.round.ranks(job.node)),
-                pids=tuple(started.pids), warm=started.warm, kept=self._kept,
+                pids=tuple(started.pids), warm=started.warm, kept=self._kept_workers,
             )
         )  # fmt: skip
 
-    def _worker_exited(self, exit: WorkerExited) -> None:
+    def _report_exit(self, exit: WorkerExited) -> None:
         """Report one exit. One that the agent requested is no fault, whatever its status."""
         job, status = self.job, exit.status
-        requested = exit.number in self._end_requested
+        requested = exit.number in self._ending_rounds
         if status.ok:
             job.goodput.on_exit(exit.at)
         elif not requested:
-            self._fault(exit.number, exit.at)
+            self._start_fault(exit.number, exit.at)
         kind = "requested" if requested else "success" if status.ok else "signal" if status.signal else "exit_code"
         job.metrics.worker_exited(kind)
         pid = self._pids.pop(exit.local_rank, 0)
@@ -172,13 +172,13 @@ class WorkerReporter:
             )
         )  # fmt: skip
 
-    def _store_exited(self, exit: StoreExited) -> None:
+    def _report_store_exit(self, exit: StoreExited) -> None:
         """Report the exit as the first sign of a fault: the last worker's exit, or the group's end, ends it, too."""
         job = self.job
         workers_left = any(local_rank != STORE_RANK for local_rank in self._pids)
-        if exit.number in self._end_requested or job.recovery.fault_at is not None or not workers_left:
+        if exit.number in self._ending_rounds or job.recovery.fault_at is not None or not workers_left:
             return
-        self._fault(exit.number, exit.at)
+        self._start_fault(exit.number, exit.at)
         code, signum = (exit.status.code, exit.status.signal) if exit.status is not None else (None, None)
         job.write(
             events.StoreExitedEvent(
@@ -187,7 +187,7 @@ class WorkerReporter:
             )
         )  # fmt: skip
 
-    def _first_step(self, number: int, at: float) -> None:
+    def _report_first_step(self, number: int, at: float) -> None:
         """Report the first step of a round, which ends a recovery.
 
         The rank that made it first is named, as is the time since the group's start and, on the measuring node, since
@@ -206,7 +206,7 @@ class WorkerReporter:
         reason = f"first step {start_s:.2f} s after the start"
         if recovery_s is not None:
             reason = f"training again {recovery_s:.2f} s after the fault"
-        reason += self._in_their_processes()
+        reason += self._kept_phrase()
         job.console.log(f"round {number}: {reason}")
         ranks = job.round.ranks(job.node)
         rank, step = ranks[first] if first < len(ranks) else 0, max(beats[first].step, 1) if beats else 1
@@ -217,16 +217,16 @@ class WorkerReporter:
             )
         )  # fmt: skip
 
-    def _in_their_processes(self) -> str:
-        return f", {count(self._kept, 'worker')} here kept the process" if self._kept else ""
+    def _kept_phrase(self) -> str:
+        return f", {count(self._kept_workers, 'worker')} here kept the process" if self._kept_workers else ""
 
-    def _ended(self, number: int, now: float, kept: int) -> None:
+    def _report_group_end(self, number: int, now: float, kept: int) -> None:
         """Report the end of a group, and name the processes that survive SIGKILL: they sleep in the kernel, and keep
         their slot.
         """
         job = self.job
         if any(local_rank != STORE_RANK for local_rank in self._pids):
-            self._fault(number, now)  # workers without an exit status: their owner was killed
+            self._start_fault(number, now)  # workers without an exit status: their owner was killed
         job.goodput.on_group_ended(number, now)
         job.recovery.mark("stop", now)
         job.metrics.group_ended()
@@ -239,7 +239,7 @@ class WorkerReporter:
         job.write(events.GroupEndedEvent(round=number, mono=now, reason=reason, seconds=seconds, survivors=survivors))
         self._pids.clear()
 
-    def _slot_changed(self, cause: ProcessUnkillable | ProcessReaped, sentence: str, now: float) -> None:
+    def _report_slot(self, cause: ProcessUnkillable | ProcessReaped, sentence: str, now: float) -> None:
         """Report a slot that is lost to an unkillable process, or that has come back since it was reaped at last."""
         job = self.job
         if isinstance(cause, ProcessReaped):
@@ -257,7 +257,7 @@ class WorkerReporter:
             )  # fmt: skip
         job.metrics.unkillable_processes(len(self._unkillable))
 
-    def _fault(self, number: int, at: float) -> None:
+    def _start_fault(self, number: int, at: float) -> None:
         self.job.recovery.start(at)
         self.job.goodput.on_fault(number, at)
 
@@ -272,30 +272,32 @@ class ProgressReporter:
     """
 
     job: JobContext
-    saved: tuple[int, int] | None = None  #: the newest checkpoint that a worker of this node has saved: round, step
+    newest_checkpoint: tuple[int, int] | None = None  #: that a worker of this node has saved: round, step
     _saved_at: float | None = None
     _checkpoint_step: int = -1
     _warned_of_stops: bool = False
-    _said: set[str] = field(default_factory=set)  #: the keys of sentences about the script
+    _logged_once: set[str] = field(default_factory=set)  #: the keys of sentences about the script
     _rate: StepRate = field(default_factory=StepRate)
 
     def on(self, event: JobEvent, now: float) -> None:
         match event:
             case Observation():
-                self._observation(event, now)
+                self._report_observation(event, now)
             case GroupStarted():
                 self._rate.reset()
 
-    def _observation(self, seen: Observation, now: float) -> None:
+    def _report_observation(self, seen: Observation, now: float) -> None:
         """Report an observation: recovered work, worker events, steps and their rate.
 
         Work recovers before the worker events are read. A pause begins after the step at which it is reported, and its
         time would otherwise count as lost.
         """
         job = self.job
-        self._work_recovered(seen)  # before the worker events: a pause begins after the step at which it is reported
+        self._report_recovered_work(
+            seen
+        )  # before the worker events: a pause begins after the step at which it is reported
         for event in seen.worker_events:
-            self._worker_event(event)
+            self._report_worker_event(event)
         before, job.observation = job.observation, seen
         if job.running_round is None or seen.round != job.running_round[0].number:
             return
@@ -315,7 +317,7 @@ class ProgressReporter:
             )
         )  # fmt: skip
 
-    def _work_recovered(self, seen: Observation) -> None:
+    def _report_recovered_work(self, seen: Observation) -> None:
         """Write the event of a round that has caught up with the highest step of all rounds, with the seconds that the
         fault cost.
         """
@@ -330,7 +332,7 @@ class ProgressReporter:
                 )
             )
 
-    def _worker_event(self, reported: WorkerEvent) -> None:
+    def _report_worker_event(self, reported: WorkerEvent) -> None:
         """Report one line that a worker's library has written: a save, a restore, a warning, the end of a pause.
 
         Kinds that come with every step or every save are quiet on the console; kinds that say that work may be lost are
@@ -355,9 +357,9 @@ class ProgressReporter:
             case events.CheckpointSavedEvent(step=step, bytes=size, seconds=seconds, written_seconds=written_s):
                 self._saved_at = reported.mono
                 self._checkpoint_step = step
-                self.saved = reported.round, step
+                self.newest_checkpoint = reported.round, step
                 job.metrics.checkpoint_saved(step, reported.wall, size, seconds, written_s)
-                self._warn_of_stops(step, written_s)
+                self._warn_of_slow_save(step, written_s)
             case events.CheckpointFailedEvent():
                 job.metrics.checkpoint_failed()
             case events.CheckpointDroppedEvent():
@@ -365,13 +367,13 @@ class ProgressReporter:
             case events.CheckpointSkippedEvent():
                 job.metrics.checkpoint_skipped()
         if once := str(reported.extra.get("once", "")):
-            if once in self._said:
+            if once in self._logged_once:
                 return
-            self._said.add(once)
+            self._logged_once.add(once)
         if reported.kind not in events.QUIET_KINDS:
             job.console.log(reported.reason, "warning" if reported.kind in events.WARNING_KINDS else "info")
 
-    def _warn_of_stops(self, step: int, written_s: float) -> None:
+    def _warn_of_slow_save(self, step: int, written_s: float) -> None:
         """Once: what SIGTERM has the script save may not be written in time."""
         limit_s = self.job.policy.shutdown_timeout_s
         if written_s > limit_s and not self._warned_of_stops:
@@ -396,9 +398,9 @@ class HangReporter:
     def on(self, event: JobEvent, now: float) -> None:
         match event:
             case HangVerdict():
-                self._hang(event, now)
+                self._report_hang(event, now)
             case StragglersFound():
-                self._found_stragglers(event, now)
+                self._report_stragglers(event, now)
 
     def hang_suspected(self, number: int, why: str) -> None:
         """This node suspects a hang. The console stays silent: most suspicions end by themselves."""
@@ -415,7 +417,7 @@ class HangReporter:
         self._suspected_at = None
         self.job.write(events.HangClearedEvent(round=number, mono=time.monotonic(), reason=reason, seconds=seconds))
 
-    def _hang(self, verdict: HangVerdict, now: float) -> None:
+    def _report_hang(self, verdict: HangVerdict, now: float) -> None:
         """Report a verdict: its cause, the ranks to blame and whether the group restarts.
 
         The recovery began when progress ended, `hung_s` ago, and not with the verdict: the time until a hang is found
@@ -439,7 +441,7 @@ class HangReporter:
         hangs = "hangs" if verdict.restarts else "may hang (only reported)"
         job.console.log(f"round {verdict.round} {hangs}: {verdict.why}", "warning")
 
-    def _found_stragglers(self, found: StragglersFound, now: float) -> None:
+    def _report_stragglers(self, found: StragglersFound, now: float) -> None:
         """Each is logged once, when it becomes one, and measured for as long as it stays one."""
         self.job.metrics.stragglers(dict(found.ranks))
         for rank, ratio in found.ranks:

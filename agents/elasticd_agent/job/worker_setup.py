@@ -75,7 +75,7 @@ class WorkerSetup:
         member = round.member(self._node)
         assert member is not None
         prepared = [
-            self._worker(round, local_rank, rank, directory, address)
+            self._prepare_worker(round, local_rank, rank, directory, address)
             for local_rank, rank in enumerate(round.ranks(self._node))
         ]
         workers, targets = tuple(worker for worker, _ in prepared), tuple(target for _, target in prepared)
@@ -107,14 +107,14 @@ class WorkerSetup:
         for at, slot in enumerate(slots):
             number = round.world_size + slot  # of its files; it is no rank of `round`
             (directory / f"heartbeat-{number}").unlink(missing_ok=True)  # of an earlier process of this slot
-            worker, _ = self._worker(next_round, every.index(slot), number, directory, address)
+            worker, _ = self._prepare_worker(next_round, every.index(slot), number, directory, address)
             rank = next_round.world_size - len(slots) + at
             provisional = {"RANK": str(rank), "ELASTICD_NEWCOMER": "1"}
             env = {name: value for name, value in worker.env.items() if name not in ("MASTER_ADDR", "ELASTICD_WRITER")}
             workers[slot] = replace(worker, env=env | provisional)
         return workers
 
-    def _worker(
+    def _prepare_worker(
         self, round: Round, local_rank: int, rank: int, directory: Path, address: str
     ) -> tuple[WorkerSpec, EvidenceTarget]:
         """Make the files and the environment of one worker, and say where evidence about it can be found.

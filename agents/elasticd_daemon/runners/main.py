@@ -189,13 +189,13 @@ def _run(
 ) -> int:
     spec, policy, settings = checked_model(runner_spec, secrets, files)
     context = RunContext(
-        reporting=lambda *args: RunnerReporting(*args, runner_spec=runner_spec, history=history),
+        make_reporting=lambda *args: RunnerReporting(*args, runner_spec=runner_spec, history=history),
         kept_fds=locks,
         pauses_before_stop=True,
         leave_within_s=runner_spec.drain_timeout_s,
         on_runtime_dir=lambda runtime: replace_link(files.runtime, runtime),
         stop_reason=lambda: liveness.read_stop_reason(locks[0]),
-        own_code=len(locks) > 1,
+        has_private_code=len(locks) > 1,
     )
     try:
         return run_job(spec, policy, settings, context)

@@ -27,7 +27,7 @@ DEVICE_KILL_DEADLINE_S = 30.0
 is given up costs the job a GPU."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 NO_FAULT_S = 5.0
-"""Longer than the agent waits for the root cause of a rank's error: EXIT_WAIT_S in job/state_machine.py."""
+"""Longer than the agent waits for the root cause of a rank's error: ROOT_CAUSE_EXIT_WAIT_S in job/state_machine.py."""
 
 
 class OwnedGroup:
