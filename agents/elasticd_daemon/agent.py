@@ -311,7 +311,7 @@ def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> Monitor
         )
 
     def status() -> Mapping[str, Any]:
-        return {**loop.status.to_dict(), "registered": loop.registered, "store_unavailable": loop.store_down}
+        return {**loop.status.to_dict(), "registered": loop.registered, "store_unavailable": loop.store_unavailable}
 
     return MonitoringPages(page, status, healthy, ready=lambda: HealthProbeResult(*loop.readiness()))
 

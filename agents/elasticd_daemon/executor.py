@@ -17,7 +17,7 @@ from elasticd_daemon.runners.reconcile import NodePlan, RunnerEnd, RunnerStart, 
 from elasticd_daemon.runners.spawn import NodeRefusesJob, SpecBuilder
 from elasticd_daemon.runners.spec import RunnerSpec
 
-RETRY_S = 10.0
+START_RETRY_S = 10.0
 """Before a job whose folder could not be created is started again: a full disk stays full for a while."""
 
 
@@ -33,7 +33,7 @@ class Executor:
     _retry_at: dict[tuple[str, int], float] = field(default_factory=dict)
     _started_at: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def has_started(self, key: tuple[str, int]) -> bool:
+    def is_own_runner(self, key: tuple[str, int]) -> bool:
         """True if this process started the runner of (job, number), and it has not ended."""
         return key in self._started_at
 
@@ -58,8 +58,8 @@ class Executor:
         except (OSError, UsageError) as error:
             where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
             why = f"{where}{error.strerror}" if isinstance(error, OSError) else str(error)
-            self._retry_at[key] = now + RETRY_S
-            self.journal.warn(f"job {spec.job} cannot be started: {why}; retrying in {RETRY_S:g} s")
+            self._retry_at[key] = now + START_RETRY_S
+            self.journal.warn(f"job {spec.job} cannot be started: {why}; retrying in {START_RETRY_S:g} s")
             return
         if pid is None:
             return

@@ -117,7 +117,7 @@ class NodeLoop:
         self._outcomes = RunOutcomes()
         self._cluster_view = ClusterView()
         self._draining = ""
-        self._store_down_since: float | None = None
+        self._store_unavailable_since: float | None = None
         self._registered = False
         self._reported_name_conflict = ""
         self._name_taken_since: float | None = None
@@ -137,8 +137,8 @@ class NodeLoop:
         return self._registration.registered
 
     @property
-    def store_down(self) -> bool:
-        return self._store_down_since is not None
+    def store_unavailable(self) -> bool:
+        return self._store_unavailable_since is not None
 
     def readiness(self) -> tuple[bool, str]:
         """The answer of a readiness probe, with its reason.
@@ -146,7 +146,7 @@ class NodeLoop:
         A registered node stays ready without the store: its jobs continue, and a failing probe would only hide the node
         from people who examine it.
         """
-        since = self._store_down_since
+        since = self._store_unavailable_since
         if since is None:
             return self.registered, "registered" if self.registered else "not registered: no node status in the store"
         outage = f"the store has been unavailable for {time.monotonic() - since:.0f} s"
@@ -168,7 +168,7 @@ class NodeLoop:
             (metrics.IS_SCHEDULER, ()): self._parts.scheduler.holds_key,
             **{(metrics.RUNNERS, (state,)): states.count(state) for state in metrics.RUNNER_STATES},
             (metrics.JOBS_WAITING, ()): len(pending),
-            (metrics.STORE_UP, ()): not self.store_down,
+            (metrics.STORE_UP, ()): not self.store_unavailable,
             (metrics.LOOP_LAG, ()): self.lag_s(),
             (metrics.EVENT_LOG_LINES_LOST, ()): self._parts.journal.lines_lost,
             **metrics.failed_job_samples(
@@ -277,16 +277,16 @@ class NodeLoop:
         for end in parts.runners.poll(now):
             self._executor.record_end(end, now)
         statuses = parts.runners.statuses()
-        adopted = [key for key in statuses if not self._executor.has_started(key)]
+        adopted = [key for key in statuses if not self._executor.is_own_runner(key)]
         for failure in self._job_failures.update(statuses, adopted, parts.runners.job_uids()):
             parts.health.record_job_failure(failure)
         self._update_status(self.status.runners)
         self._sync_with_store(now)
         plan = self._plan(now)
         self._executor.execute(plan, now)
-        changed = self._update_status(self._plan(now).runners if plan.start else plan.runners)
+        changed = self._update_status(self._plan(now).runner_statuses if plan.start else plan.runner_statuses)
         times = [now + float(self.settings.renewal_s), plan.next_start_at, parts.runners.next_poll_at()]
-        if changed and not self.store_down:
+        if changed and not self.store_unavailable:
             times.append(now)
         self._next_at = min(at for at in times if at is not None)
         parts.notifier.feed()
@@ -315,9 +315,9 @@ class NodeLoop:
             for sentence in self._parts.scheduler.turn(now) if self.settings.scheduler else ():
                 self._parts.journal.event(events.JobScheduledEvent, sentence)
             self._cluster_view = job_queue.cached_view(self._cache)
-            self._on_store_back(now)
+            self._on_store_available(now)
         except StoreUnavailable as error:
-            self._on_store_lost(str(error), now)
+            self._on_store_unavailable(str(error), now)
         except NodeNameConflict as error:
             wait_s = 2 * float(self.settings.lease_s) + NAME_CONFLICT_MARGIN_S
             self._name_taken_since = now if self._name_taken_since is None else self._name_taken_since
@@ -329,22 +329,22 @@ class NodeLoop:
         except (StoreRefused, WireError) as error:
             if not self._registered and isinstance(error, StoreRefused):
                 raise
-            self._on_store_lost(str(error), now)
+            self._on_store_unavailable(str(error), now)
 
-    def _on_store_lost(self, why: str, now: float) -> None:
+    def _on_store_unavailable(self, why: str, now: float) -> None:
         """Note an outage, once. What was cached is dropped, as it may be old when the store answers again."""
         self._cache.clear()
         self._name_taken_since = None
-        if self._store_down_since is None:
-            self._store_down_since = now
+        if self._store_unavailable_since is None:
+            self._store_unavailable_since = now
             self._parts.metrics.count(metrics.STORE_OUTAGES)
             self._parts.journal.event(events.StoreUnavailableEvent, f"running jobs continue without the store: {why}")
         self._missing_since = None
 
-    def _on_store_back(self, now: float) -> None:
-        if self._store_down_since is not None:
-            seconds = now - self._store_down_since
-            self._store_down_since = None
+    def _on_store_available(self, now: float) -> None:
+        if self._store_unavailable_since is not None:
+            seconds = now - self._store_unavailable_since
+            self._store_unavailable_since = None
             sentence = f"the store is available again after {seconds:.1f} s"
             self._parts.journal.event(events.StoreAvailableEvent, sentence, seconds=seconds)
 
@@ -375,7 +375,7 @@ class NodeLoop:
 
     def _update_status(self, runners: tuple[RunnerStatus, ...]) -> bool:
         health = self._parts.health.current()
-        state, why = self._state(health)
+        state, why = self._node_state(health)
         if state != self.status.state and state != "draining":
             self._parts.journal.event(
                 events.NodeStateEvent, f"node {self.status.node} is {state}" + (f": {why}" if why else ""), state=state
@@ -391,7 +391,7 @@ class NodeLoop:
         )
         return self.status != before
 
-    def _state(self, health: HealthVerdict) -> tuple[NodeState, str]:
+    def _node_state(self, health: HealthVerdict) -> tuple[NodeState, str]:
         if self._draining:
             return "draining", self._draining
         cordon = next((c for c in self._cluster_view.cordons if c.node == self.status.node), None)

@@ -214,7 +214,7 @@ class NodeMetrics:
         import prometheus_client  # 61 ms, which only a scraped agent needs
 
         registry = prometheus_client.CollectorRegistry()
-        registry.register(_Families(tuple(f for spec in METRICS if (f := self._family(spec, gauges)).samples)))
+        registry.register(_FamilyCollector(tuple(f for spec in METRICS if (f := self._family(spec, gauges)).samples)))
         prometheus_client.ProcessCollector(registry=registry)
         return prometheus_client.generate_latest(registry)
 
@@ -238,7 +238,7 @@ class NodeMetrics:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Families:
+class _FamilyCollector:
     """A collector of prometheus_client."""
 
     families: tuple[Metric, ...]
@@ -255,7 +255,7 @@ SCRAPE_TIMEOUT_S = 5.0
 RUNNER_TIMEOUT_S = 1.5
 LAST_PAGE_KEPT_S = 60.0
 """A runner that has not answered for so long is stuck, and its series end."""
-MAX_PARALLEL = 8
+MAX_PARALLEL_SCRAPES = 8
 MAX_SERIES_PER_JOB = 500
 """The limit of one job. A runner of this version has fewer; one of the next version may have more."""
 
@@ -305,7 +305,7 @@ class RunnerScraper:
         if len(jobs) < 2:
             pages = [self._fetch_page(key, until) for key in jobs]
         else:
-            with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL), "elasticd-scrape") as pool:
+            with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL_SCRAPES), "elasticd-scrape") as pool:
                 pages = list(pool.map(lambda key: self._fetch_page(key, until), jobs))
         return [page for page in pages if page]
 

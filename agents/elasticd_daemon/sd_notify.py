@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 
-_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+_NOTIFY_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 _FEEDS_PER_WATCHDOG = 4
 """sd_watchdog_enabled(3) recommends two; with four a late keep-alive does no harm."""
 _SEND_TIMEOUT_S = 1.0
@@ -42,7 +42,7 @@ class Notifier:
 
     def ready(self, status: str = "") -> bool:
         """Start or reload is done."""
-        return self._send(["READY=1", *_status(status)])
+        return self._send(["READY=1", *_status_lines(status)])
 
     def feed(self) -> bool:
         """The main loop runs. Cheap enough for every turn."""
@@ -63,7 +63,7 @@ class Notifier:
 
     def stopping(self, within_s: float, status: str = "") -> bool:
         """The process stops; systemd waits this long for it, independently of TimeoutStopSec=."""
-        return self._send(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={max(0, int(within_s * 1e6))}", *_status(status)])
+        return self._send(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={max(0, int(within_s * 1e6))}", *_status_lines(status)])
 
     def _send(self, lines: list[str], wait_s: float = _SEND_TIMEOUT_S) -> bool:
         if not self._address:
@@ -79,7 +79,7 @@ class Notifier:
 
 def take_notifier(environ: MutableMapping[str, str], pid: int | None = None) -> Notifier:
     """The notifier for this environment. It removes the variables: no child may notify for the agent."""
-    variables = {name: environ.pop(name) for name in _VARIABLES if name in environ}
+    variables = {name: environ.pop(name) for name in _NOTIFY_VARIABLES if name in environ}
     address = variables.get("NOTIFY_SOCKET", "")
     # The third kind, vsock:, is for a manager outside of a virtual machine.
     if len(address) < 2 or address[0] not in "/@":
@@ -96,6 +96,6 @@ def _watchdog_s(variables: Mapping[str, str], pid: int) -> float | None:
     return int(usec) / 1e6 if usec.isascii() and usec.isdigit() and int(usec) > 0 else None
 
 
-def _status(text: str) -> list[str]:
+def _status_lines(text: str) -> list[str]:
     """A newline in a job's name must not start another message."""
     return [f"STATUS={' '.join(text.split())}"] if text else []

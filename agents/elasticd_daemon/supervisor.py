@@ -38,8 +38,10 @@ POLL_S = 5.0
 FINAL_EXIT_CODES = (0, 2)
 """The agent left on request, or its configuration is wrong."""
 MAX_DATAGRAM_BYTES = 4096
-MAX_DATAGRAMS = 1000
-"""Read in one poll: a flood on the address must not block the supervisor."""
+MAX_DATAGRAMS_PER_POLL = 1000
+"""A flood on the address must not block the supervisor."""
+EndRequested = bool
+"""Whether SIGTERM or SIGINT arrived."""
 
 
 class WatchdogMonitor:
@@ -80,7 +82,7 @@ class WatchdogMonitor:
 
     def _receive(self) -> set[str]:
         lines: set[str] = set()
-        for _ in range(MAX_DATAGRAMS):
+        for _ in range(MAX_DATAGRAMS_PER_POLL):
             try:
                 lines.update(self._socket.recv(MAX_DATAGRAM_BYTES).decode(errors="replace").splitlines())
             except OSError:
@@ -114,7 +116,7 @@ def _supervise(command: Sequence[str], watchdog: WatchdogMonitor | None, poll_s:
     while True:
         started_at = time.monotonic()
         try:
-            child = _start(command, mask, watchdog)
+            child = _start_agent(command, mask, watchdog)
         except OSError as error:  # for example a full process table: our own exit would end every runner
             failure = f"cannot be started ({error.strerror}), retrying"
         else:
@@ -135,8 +137,8 @@ def _watch_agent(
     signals: set[signal.Signals],
     poll_s: float,
     abort_grace_s: float,
-) -> tuple[int, bool]:
-    """The agent's exit code, and whether its end was requested. Ends an agent that hangs."""
+) -> tuple[int, EndRequested]:
+    """The agent's exit code. Ends an agent that hangs."""
     polled_at = time.monotonic()
     watched_s = 0.0
     kill_at = float("inf")
@@ -162,7 +164,7 @@ def _watch_agent(
     return child.returncode, end_requested
 
 
-def _start(
+def _start_agent(
     command: Sequence[str], mask: set[signal.Signals] | set[int], watchdog: WatchdogMonitor | None
 ) -> subprocess.Popen[bytes]:
     """Start the agent with the original signal mask: a blocked signal would stay blocked in it. Raises OSError."""
@@ -175,8 +177,8 @@ def _start(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _wait_for_stop_signal(seconds: float, signals: set[signal.Signals]) -> bool:
-    """Wait, and reap meanwhile. True if a signal requests the end."""
+def _wait_for_stop_signal(seconds: float, signals: set[signal.Signals]) -> EndRequested:
+    """Wait, and reap meanwhile."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         received = signal.sigtimedwait(signals, left)

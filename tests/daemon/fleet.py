@@ -285,7 +285,7 @@ class Fleet:
 
     def _announce(self, machine: FleetNode, daemon: FleetAgent, plan: NodePlan) -> None:
         key = names.NODES + machine.node
-        value = NodeStatus(machine.node, "i", machine.slots, runners=plan.runners).to_json()
+        value = NodeStatus(machine.node, "i", machine.slots, runners=plan.runner_statuses).to_json()
         try:
             if daemon.lease is not None and not daemon.lease.renew():
                 daemon.lease = None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_daemon.executor import RETRY_S, Executor
+from elasticd_daemon.executor import START_RETRY_S, Executor
 from elasticd_daemon.metrics import NodeMetrics
 from elasticd_daemon.records import Submission
 from elasticd_daemon.runners.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
@@ -53,7 +53,7 @@ class FakeRunners:
         self.calls.append(f"refuse: {why}")
         if self.refuse_fails:
             raise self.refuse_fails
-        return RunnerEnd(spec, exit_for(spec, 2, why, (), 0), requested=False)
+        return RunnerEnd(spec, exit_for(spec, 2, why, (), 0), stop_requested=False)
 
 
 class RecordingJournal:
@@ -81,7 +81,7 @@ def test_start() -> None:
     executor, _, log = executor_for(FakeRunners())
     executor.execute(PLAN, 100.0)
     assert log == ["job llm: runner started as pid 4711 on slots 0"]
-    assert executor.has_started(("llm", 1))
+    assert executor.is_own_runner(("llm", 1))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_refusal(runners: FakeRunners) -> None:
     executor.execute(PLAN, 100.0)
     assert outcomes.exits[("llm", 1)].outcome == "refused"
     assert log[0].startswith("job llm is refused by this node: user 'x' ")
-    assert not executor.has_started(("llm", 1))
+    assert not executor.is_own_runner(("llm", 1))
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_full_disk_is_retried(runners: FakeRunners) -> None:
     executor.execute(PLAN, 100.0)
     assert log == ["job llm cannot be started: /state/jobs/llm.1: No space left on device; retrying in 10 s"]
     calls = len(runners.calls)
-    executor.execute(PLAN, 100.0 + RETRY_S - 1)
+    executor.execute(PLAN, 100.0 + START_RETRY_S - 1)
     assert len(runners.calls) == calls
     runners.start_fails = runners.account_fails = runners.refuse_fails = None
-    executor.execute(PLAN, 100.0 + RETRY_S)
-    assert executor.has_started(("llm", 1))
+    executor.execute(PLAN, 100.0 + START_RETRY_S)
+    assert executor.is_own_runner(("llm", 1))
     assert not outcomes.exits

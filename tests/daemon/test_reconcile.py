@@ -37,7 +37,7 @@ def runner(job: str = "a", number: int = 1, *slots: int, state: Any = "running")
 
 def exited(outcome: Any, code: int, job: str = "a", number: int = 1) -> RunnerEnd:
     spec = RunnerSpec(job, number, NODE, (0, 1), "{}")
-    return RunnerEnd(spec, RunnerExit(job, number, code, outcome, "a reason", step=7), requested=False)
+    return RunnerEnd(spec, RunnerExit(job, number, code, outcome, "a reason", step=7), stop_requested=False)
 
 
 def plan(
@@ -132,7 +132,9 @@ def test_slots_in_use_are_not_assigned_twice() -> None:
     view = ClusterView(submissions=(submission("b", 2),), placements=(placement("a", 1), placement("b", 2, 1, 2)))
     done = plan(view, runner("a", 1, 0, 1, state="leaving"))
     assert not done.start
-    assert done.runners[1] == RunnerStatus("b", 2, (1, 2), "starting", "waiting for its slots, which a still uses")
+    assert done.runner_statuses[1] == RunnerStatus(
+        "b", 2, (1, 2), "starting", "waiting for its slots, which a still uses"
+    )
     two = ClusterView(
         submissions=(submission("a", 1), submission("b", 2)),
         placements=(placement("a", 1, 0, 1), placement("b", 2, 1, 2)),
@@ -148,7 +150,7 @@ def test_runner_with_unknown_slots_delays_others_and_can_be_cancelled() -> None:
     )
     done = plan(view, silent)
     assert (done.start, done.stop) == ((), ())
-    assert done.runners[1].why == "waiting for its slots, which a still uses"
+    assert done.runner_statuses[1].why == "waiting for its slots, which a still uses"
     cancelled = plan(replace(view, results=(JobResult("a", 1, "cancelled", 143, "cancelled"),)), silent)
     assert [stop.spec.job for stop in cancelled.stop] == ["a"]
 
@@ -157,7 +159,7 @@ def test_drain_stops_all_runners() -> None:
     done = plan(BOTH, runner("b", 2, 3), drain_reason="the agent was stopped (SIGTERM)")
     assert not done.start
     assert [(stop.spec.job, stop.why) for stop in done.stop] == [("b", "the agent was stopped (SIGTERM)")]
-    assert done.runners == (RunnerStatus("b", 2, (3,), "leaving", "the agent was stopped (SIGTERM)"),)
+    assert done.runner_statuses == (RunnerStatus("b", 2, (3,), "leaving", "the agent was stopped (SIGTERM)"),)
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("succeeded", 0), ("failed", 1)])
@@ -178,18 +180,18 @@ def test_refused_job_is_not_started_again() -> None:
     done = plan(BOTH, outcomes=outcomes)
     assert not done.start
     assert not done.results
-    assert done.runners == (RunnerStatus("a", 1, (), "refused", "a reason"),)
+    assert done.runner_statuses == (RunnerStatus("a", 1, (), "refused", "a reason"),)
 
 
 def test_crash_backoff() -> None:
-    outcomes, lost = RunOutcomes(), RunnerEnd(RunnerSpec("a", 1, NODE, (0, 1), "{}"), None, requested=False)
+    outcomes, lost = RunOutcomes(), RunnerEnd(RunnerSpec("a", 1, NODE, (0, 1), "{}"), None, stop_requested=False)
     for pause in [*BACKOFF_S, BACKOFF_S[-1]]:
         outcomes.add(lost, 5.0, NOW)
         if pause:
             early = plan(BOTH, outcomes=outcomes, now=NOW + pause - 0.1)
             assert not early.start
             assert early.next_start_at == NOW + pause
-            assert early.runners[0].state == "starting"
+            assert early.runner_statuses[0].state == "starting"
         assert plan(BOTH, outcomes=outcomes, now=NOW + pause).start
     outcomes.add(lost, STABLE_AFTER_S, NOW)
     assert plan(BOTH, outcomes=outcomes).start
@@ -200,7 +202,7 @@ def test_requeue_has_a_backoff_and_a_requested_stop_has_none() -> None:
     outcomes.add(exited("left", 75), 5.0, NOW)
     outcomes.add(exited("left", 75), 5.0, NOW)
     assert plan(BOTH, outcomes=outcomes).next_start_at == NOW + 1.0
-    sentence = outcomes.add(replace(exited("left", 143), requested=True), 5.0, NOW)
+    sentence = outcomes.add(replace(exited("left", 143), stop_requested=True), 5.0, NOW)
     assert sentence == "job a has left this node: a reason"
     assert plan(BOTH, outcomes=outcomes).start
 

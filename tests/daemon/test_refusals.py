@@ -99,7 +99,7 @@ def test_pids_of_an_earlier_boot_are_ignored(node: MakeNode) -> None:
             files.record.mkdir(parents=True)
             files.runner_spec.write_bytes(RunnerSpec("old", number, "n1", (0,), "{}").to_json())
             named = alive.ProcessIdentity.of(stranger.pid)
-            boot = "an-earlier-boot" if number == 1 else named.boot
+            boot = "an-earlier-boot" if number == 1 else named.boot_id
             files.lock.write_text(f"{named.pid} {named.start_ticks} {boot}\n")
         n1.start()
         assert n1.event("agent_started")["adopted"] == 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elasticd_daemon.records import ClusterView, Cordon, JobResult, NodeStatus, Placement, RunnerStatus, Submission
-from elasticd_daemon.scheduler.policy import describe, head_of_queue, schedule
+from elasticd_daemon.scheduler.policy import describe_reason, head_of_queue, schedule
 
 
 @dataclass
@@ -98,9 +98,8 @@ class Fleet:
             written = schedule(self.view())
             for placement in written:
                 self.placements[placement.job] = placement
-                said.append(
-                    f"{placement.job} ({placement.number}) {describe(placement.reason, head_of_queue(self.view()))}"
-                )
+                reason = describe_reason(placement.reason, head_of_queue(self.view()))
+                said.append(f"{placement.job} ({placement.number}) {reason}")
             before = dict(self.cards)
             self.cards = {name: self._runners(card) for name, card in self.cards.items()}
             if not written and self.cards == before:

@@ -267,7 +267,7 @@ def _state_fields(
         "state": state,
         "nodes": tuple([assignment.node for assignment in assignments]),
         "slots": sum([len(assignment.slots) for assignment in assignments]),
-        "reason": NOT_SCHEDULED_REASON if placement is None else policy.describe(placement.reason, head),
+        "reason": NOT_SCHEDULED_REASON if placement is None else policy.describe_reason(placement.reason, head),
     }
 
 

@@ -39,7 +39,7 @@ from elasticd_daemon.config.load import DEFAULT_FILE, load
 
 READ_TIMEOUT_S, MIN_BYTES_PER_S = 30.0, 1_000_000
 """A mount that is slower than this is dead."""
-MAX_DEPTH = 6
+MAX_DIRECTORY_DEPTH = 6
 """Directories below the one given in which logs are looked for."""
 MAX_TABLE_ROWS = 10
 _LOG_NAME = re.compile(r"(?:events|event-log)\.jsonl(?:[.-]\d+)*(?:\.gz)?")
@@ -136,7 +136,7 @@ def _log_files_below(given: Path, unread: list[str], depth: int = 0) -> Iterator
         unread.append(f"{given}: {error.strerror}")
         return
     for entry in listed:
-        if entry.is_dir(follow_symlinks=False) and depth < MAX_DEPTH:
+        if entry.is_dir(follow_symlinks=False) and depth < MAX_DIRECTORY_DEPTH:
             yield from _log_files_below(Path(entry.path), unread, depth + 1)
         elif _LOG_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
             yield Path(entry.path)
@@ -196,7 +196,7 @@ def _goodput_part(document: Mapping[str, Any]) -> str:
     """The first part of the page: what was read, and the goodput."""
     jobs, nodes = len(document["jobs"]), len({node for job in document["jobs"] for node in job["nodes"]})
     spent = document["worker_seconds"]
-    begin, end = _day(document["oldest"]), _day(document["newest"])
+    begin, end = _utc_minute(document["oldest"]), _utc_minute(document["newest"])
     what = f"UTC, {count(jobs, 'job')} on {count(nodes, 'node')}, {count(document['logs'], 'event log')}"
     lines = [f"elasticd report: {begin} to {end} {what}", ""]
     if not spent:
@@ -291,7 +291,7 @@ def _age(seconds: float) -> str:
     return in_words(max(0.0, seconds))
 
 
-def _day(wall: float | None) -> str:
+def _utc_minute(wall: float | None) -> str:
     return "-" if wall is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(wall))
 
 

@@ -25,12 +25,12 @@ from elasticd_daemon.api.schema import (
 from elasticd_daemon.dashboard.status import job_facts, job_problem, rank_condition
 from elasticd_daemon.records import submitter
 
-_SHOWN_NODES = 3
-SHOWN_RANKS = 64
+_MAX_SHOWN_NODES = 3
+MAX_SHOWN_RANKS = 64
 """The ranks that are shown: those with the oldest progress."""
-SHOWN_ROUNDS = 20
+MAX_SHOWN_ROUNDS = 20
 """The rounds that are shown: the newest; --json has up to a hundred."""
-SHOWN_PROBLEMS = 20
+MAX_SHOWN_PROBLEMS = 20
 RECENT_FAILURE_S = 3600.0
 FAILING_NODE_STATES = ("lost", "offline", "quarantined")
 """States of a node that nobody asked for."""
@@ -45,7 +45,7 @@ def jobs(rows: Sequence[JobSummary]) -> str:
         (
             visible(row.job),
             visible(row.state),
-            _names(row.nodes),
+            _first_names(row.nodes),
             str(row.slots or "-"),
             f"{_age(row.ended_seconds)} ago" if row.ended else _age(row.age_seconds),
             visible(row.reason),
@@ -81,7 +81,7 @@ def queue(rows: Sequence[JobSummary]) -> str:
 def cancel_line(answer: Mapping[str, Any]) -> str:
     """The line that says what was ended, and where its workers are still being stopped."""
     leaving = answer.get("leaving")
-    stopping = f"; its workers on {_names(leaving)} are being stopped" if leaving else ""
+    stopping = f"; its workers on {_first_names(leaving)} are being stopped" if leaving else ""
     return visible(f"{answer['job']}: {answer['reason']}{stopping}") + "\n"
 
 
@@ -95,7 +95,7 @@ def nodes(rows: Sequence[NodeSummary], running: Sequence[JobStatus] = ()) -> str
             visible(row.state),
             f"{row.used}/{row.slots}",
             ", ".join([str(len(row.gpus) or "-"), *_gpu_usage(row.node, running)]),
-            _names(row.jobs),
+            _first_names(row.jobs),
             visible(row.address) or "-",
             visible(row.versions.get("elasticd", "")) or "-",
             visible(row.reason),
@@ -129,15 +129,15 @@ def job_page(job: JobStatus) -> str:
         ("reason", visible(job.reason)),
         *_node_rows(job),
         *((visible(name.lower()), visible(", ".join(filter(None, [value, more])))) for name, value, more in known),
-        ("requested", _requested(job)),
-        ("submitted", _submitted(job)),
+        ("requested", _request_text(job)),
+        ("submitted", _submission_text(job)),
     ]
     lines = [f"{visible(job.job)}: {_state(job)}"]
     lines += [f"  {name:<{_NAME_COLUMN_WIDTH}} {value}" for name, value in rows if value]
     page = problem_line(job) + "\n".join(lines) + "\n" + _rank_table(progress)
     if progress.rounds:
-        older = len(progress.rounds) - SHOWN_ROUNDS
-        cells = [_round_row(row) for row in progress.rounds[-SHOWN_ROUNDS:]]
+        older = len(progress.rounds) - MAX_SHOWN_ROUNDS
+        cells = [_round_row(row) for row in progress.rounds[-MAX_SHOWN_ROUNDS:]]
         page += "\n" + table(("ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"), cells)
         page += f"and {older} older rounds: --json\n" if older > 0 else ""
     return page
@@ -167,8 +167,8 @@ def problem_lines(listed: Sequence[JobSummary], ready: Sequence[NodeSummary], ru
     recent = [row for row in listed if row.state == "failed" and (row.ended_seconds or 0) < RECENT_FAILURE_S]
     for row in sorted(recent, key=lambda row: row.ended_seconds or 0):
         lines.append(f"{row.job}: {with_reason(f'failed {_age(row.ended_seconds)} ago', row.reason)}")
-    more = len(lines) - SHOWN_PROBLEMS
-    shown = [f"elasticd: {visible(line)}\n" for line in lines[:SHOWN_PROBLEMS]]
+    more = len(lines) - MAX_SHOWN_PROBLEMS
+    shown = [f"elasticd: {visible(line)}\n" for line in lines[:MAX_SHOWN_PROBLEMS]]
     return "".join(shown) + (f"elasticd: and {count(more, 'more problem')}\n" if more > 0 else "")
 
 
@@ -181,7 +181,7 @@ def _running_table(rows: Sequence[JobStatus]) -> str:
             visible(job.job),
             visible(job.state),
             f"{job.known.world_size or 0}/{job.max_workers or job.slots}",
-            _names(job.nodes),
+            _first_names(job.nodes),
             "-" if job.known.step is None else f"{job.known.step:,}",
             "-" if job.known.steps_per_second is None else f"{job.known.steps_per_second:.3g}",
             "-" if job.known.goodput is None else f"{100 * job.known.goodput:.1f} %",
@@ -215,10 +215,10 @@ def age(seconds: float) -> str:
     return f"{whole // 86400}d"
 
 
-def _names(names: Sequence[object]) -> str:
+def _first_names(names: Sequence[object]) -> str:
     """The first names of a list and the number of the others."""
-    shown = [visible(str(name)) for name in names[:_SHOWN_NODES]]
-    more = f" +{len(names) - _SHOWN_NODES}" if len(names) > _SHOWN_NODES else ""
+    shown = [visible(str(name)) for name in names[:_MAX_SHOWN_NODES]]
+    more = f" +{len(names) - _MAX_SHOWN_NODES}" if len(names) > _MAX_SHOWN_NODES else ""
     return (",".join(shown) + more) or "-"
 
 
@@ -231,25 +231,27 @@ def _state(job: JobStatus) -> str:
     state = visible(job.state)
     if not job.ended:
         return state
-    leaving = f"; its workers on {_names(job.leaving)} are being stopped" if job.leaving else ""
+    leaving = f"; its workers on {_first_names(job.leaving)} are being stopped" if job.leaving else ""
     return f"{state}, {_age(job.ended_seconds)} ago, with exit code {job.exit_code}{leaving}"
 
 
 def _node_rows(job: JobStatus) -> list[tuple[str, str]]:
     """The rows that say on which nodes and slots a job runs."""
     if not job.assignments:
-        return [("nodes", _names(job.nodes) if job.nodes else "")]
-    return [("" if index else "nodes", _assignment(assignment)) for index, assignment in enumerate(job.assignments)]
+        return [("nodes", _first_names(job.nodes) if job.nodes else "")]
+    return [
+        ("" if index else "nodes", _assignment_text(assignment)) for index, assignment in enumerate(job.assignments)
+    ]
 
 
-def _assignment(one: AssignmentStatus) -> str:
+def _assignment_text(one: AssignmentStatus) -> str:
     """One node of a job: slots, state and the reason for it."""
     slots = f" {plural(len(one.slots), 'slot')} {','.join(ranges(one.slots))}" if one.slots else ""
     reason = f": {visible(one.reason)}" if one.reason else ""
     return f"{visible(one.node)}{slots}, {visible(one.state)}{reason}"
 
 
-def _requested(job: JobStatus) -> str:
+def _request_text(job: JobStatus) -> str:
     """The numbers of nodes and slots that the job asked for, "" once it has ended."""
     if job.requested is None or job.ended:
         return ""
@@ -260,7 +262,7 @@ def _requested(job: JobStatus) -> str:
     return f"{nodes} {plural(most, 'node')} with {slots} {plural(high, 'slot')} each{spares}"
 
 
-def _submitted(job: JobStatus) -> str:
+def _submission_text(job: JobStatus) -> str:
     """The time at which the job was submitted, and by whom."""
     if job.submitted_at is None:
         return ""
@@ -272,7 +274,7 @@ def _round_row(one: RoundStatus) -> tuple[str, ...]:
     """The cells of one round."""
     size = str(one.world_size) if one.world_size else "-"
     reason = ", ".join(filter(None, [one.reason, *one.origins]))
-    return str(one.round), _local_time(one.at), size, _names(one.nodes), _lost_cell(one), visible(reason)
+    return str(one.round), _local_time(one.at), size, _first_names(one.nodes), _lost_cell(one), visible(reason)
 
 
 def _lost_cell(one: RoundStatus) -> str:
@@ -288,7 +290,7 @@ def _rank_table(progress: JobProgress) -> str:
     rows = progress.ranks
     if not rows:
         return ""
-    shown = sorted(rows, key=lambda one: -one.idle_seconds)[:SHOWN_RANKS] if len(rows) > SHOWN_RANKS else rows
+    shown = sorted(rows, key=lambda one: -one.idle_seconds)[:MAX_SHOWN_RANKS] if len(rows) > MAX_SHOWN_RANKS else rows
     cells = [
         (
             str(rank.rank),
@@ -299,7 +301,9 @@ def _rank_table(progress: JobProgress) -> str:
         )
         for rank in shown
     ]
-    more = f"and {len(rows) - SHOWN_RANKS} more with newer progress: --json\n" if len(rows) > SHOWN_RANKS else ""
+    more = (
+        f"and {len(rows) - MAX_SHOWN_RANKS} more with newer progress: --json\n" if len(rows) > MAX_SHOWN_RANKS else ""
+    )
     return "\n" + table(("RANK", "NODE", "PHASE", "STEP", "PROGRESS"), cells) + more
 
 

@@ -23,7 +23,7 @@ FileFormat = Literal["toml", "json"]
 
 MAX_JOB_FILE_BYTES = 64 * 1024
 """Bytes. A job file is a page; it is kept in the store for as long as the job is remembered."""
-MAX_DEPTH = 16
+MAX_NESTING_DEPTH = 16
 """Tables and lists inside each other: far above what any key needs, far below Python's recursion limit."""
 
 
@@ -42,11 +42,13 @@ def parse(data: bytes, kind: FileFormat, where: str, max_bytes: int = MAX_JOB_FI
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: is not text: byte {error.start} is not UTF-8") from None
     except RecursionError:
-        raise UsageError(f"{where}: tables and lists are nested too deep; {MAX_DEPTH} levels are understood") from None
+        raise UsageError(
+            f"{where}: tables and lists are nested too deep; {MAX_NESTING_DEPTH} levels are understood"
+        ) from None
     except _DocumentError as error:
         raise UsageError(f"{where}: {error}") from None
     except ValueError as error:  # the parsers' own
-        raise UsageError(f"{where}: is not {kind.upper()}: {_describe(error)}") from None
+        raise UsageError(f"{where}: is not {kind.upper()}: {_describe_parse_error(error)}") from None
     if not isinstance(table, dict):
         given = "a list" if isinstance(table, list) else "nothing" if table is None else "a single value"
         raise UsageError(f"{where}: must be a table of keys and values, not {given}")
@@ -60,7 +62,7 @@ def format_of(name: str) -> FileFormat:
     return "json" if name.endswith(".json") else "toml"
 
 
-def _describe(error: ValueError) -> str:
+def _describe_parse_error(error: ValueError) -> str:
     text = _one_line(error)
     if text.startswith("Cannot overwrite"):  # tomllib of a key, as of a table, that is there already
         return f"a key is given twice{text[text.find(' (') :] if ' (' in text else ''}; keep one"
@@ -73,8 +75,8 @@ def _one_line(error: object) -> str:
 
 
 def _check_depth(value: Any, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise _DocumentError(f"tables and lists are nested too deep; {MAX_DEPTH} levels are understood")
+    if depth > MAX_NESTING_DEPTH:
+        raise _DocumentError(f"tables and lists are nested too deep; {MAX_NESTING_DEPTH} levels are understood")
     if isinstance(value, dict):
         for key, inner in value.items():
             _check_text(key)
@@ -106,8 +108,8 @@ _TOML_STRING_OR_COMMENT = re.compile(
 def _parse_toml(text: str) -> Any:
     # tomllib keeps each prefix of a dotted key: those of 30,000 parts are 3 GB.
     keys = re.split(r"[^\w. \t-]", _TOML_STRING_OR_COMMENT.sub("x", text))
-    if any(key.count(".") > MAX_DEPTH for key in keys):
-        raise _DocumentError(f"tables and lists are nested too deep; {MAX_DEPTH} levels are understood")
+    if any(key.count(".") > MAX_NESTING_DEPTH for key in keys):
+        raise _DocumentError(f"tables and lists are nested too deep; {MAX_NESTING_DEPTH} levels are understood")
     return tomllib.loads(text)
 
 

@@ -151,11 +151,11 @@ class NodeChecks:
         devices = self._settings.devices(self._environ)[:slots]
         return check_all_reduce(sys.executable, range(slots), devices, self._environ, stop=self._stop.fileno())
 
-    def _check_gpus(self, most: int) -> list[CheckResult]:
+    def _check_gpus(self, max_gpus_seen: int) -> list[CheckResult]:
         devices, visible = self._settings.devices(self._environ), self._visible_gpus()
         expected = self._settings.health.gpus
         if expected is None:
-            expected = len(devices) if visible is not None else max(most, len(devices))
+            expected = len(devices) if visible is not None else max(max_gpus_seen, len(devices))
         if not expected and not devices:
             return [skipped(gpu_checks.PRESENCE_CHECK, "this machine has no GPUs")]
         if not find_pynvml():

@@ -85,8 +85,8 @@ def _presence_result(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: 
     return passed(PRESENCE_CHECK, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(notes)}{notes}", seconds)
 
 
-def _check_each(check: str, gpus: Sequence[Mapping[str, Any]], look: Any, fine: str) -> CheckResult:
-    bad = [f"{describe_gpu(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
+def _check_each(check: str, gpus: Sequence[Mapping[str, Any]], find_reason: Any, fine: str) -> CheckResult:
+    bad = [f"{describe_gpu(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := find_reason(gpu))]
     return failed(check, "; ".join(bad)) if bad else passed(check, fine)
 
 

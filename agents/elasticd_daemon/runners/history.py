@@ -24,9 +24,9 @@ MAX_FINE_POINTS = 300
 MAX_COARSE_POINTS = 256
 """The points of the whole run, at most: at this number every second one is removed, and the interval is doubled."""
 
-Point = tuple[float, int, int]
+TimeRoundStep = tuple[float, int, int]
 """Unix seconds, round, step."""
-_NumberedPoint = tuple[int, Point]
+_NumberedPoint = tuple[int, TimeRoundStep]
 """The position of a point among all ever recorded, and the point."""
 
 
@@ -45,9 +45,9 @@ class StepTrack:
         with self._lock:
             self._count += 1
             point = (self._count, (wall, round, step))
-            if _due(self._fine, point, FINE_INTERVAL_S):
+            if _is_due(self._fine, point, FINE_INTERVAL_S):
                 self._fine.append(point)
-            if _due(self._coarse, point, self._coarse_interval_s):
+            if _is_due(self._coarse, point, self._coarse_interval_s):
                 self._coarse.append(point)
                 if len(self._coarse) >= MAX_COARSE_POINTS:
                     # The newest point is kept: the next interval is measured from it.
@@ -55,14 +55,14 @@ class StepTrack:
                     span = self._coarse[-1][1][0] - self._coarse[0][1][0]
                     self._coarse_interval_s = max(FINE_INTERVAL_S, span / len(self._coarse))
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[TimeRoundStep]:
         """The points in the order of recording, each once."""
         with self._lock:
             fine, coarse = list(self._fine), list(self._coarse)
         return [point for count, point in coarse if not fine or count < fine[0][0]] + [point for _, point in fine]
 
 
-def _due(before: Sequence[_NumberedPoint], point: _NumberedPoint, every_s: float) -> bool:
+def _is_due(before: Sequence[_NumberedPoint], point: _NumberedPoint, every_s: float) -> bool:
     if not before:
         return True
     (then, last_round, _), (now, round, _) = before[-1][1], point[1]

@@ -33,7 +33,7 @@ class ProcessIdentity:
 
     pid: int
     start_ticks: int
-    boot: str
+    boot_id: str
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
@@ -46,7 +46,7 @@ class ProcessIdentity:
         return ProcessIdentity.of(self.pid) == self
 
     def __str__(self) -> str:
-        return f"{self.pid} {self.start_ticks} {self.boot}"
+        return f"{self.pid} {self.start_ticks} {self.boot_id}"
 
     @classmethod
     def parse(cls, text: str) -> ProcessIdentity | None:
@@ -150,7 +150,7 @@ def find_unnamed_owner(path: Path, name: bytes, user: int) -> tuple[ProcessIdent
     return min(named, key=lambda process: process.start_ticks, default=None), complete
 
 
-def process_user(pid: int) -> int | None:
+def process_uid(pid: int) -> int | None:
     """The user who started it, also for a setuid program. The files in /proc of a process with secrets are root's."""
     for line in procfs.read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
@@ -166,7 +166,7 @@ def processes_with_lock(path: Path, user: int) -> tuple[list[int], ScanComplete]
     if locked is None:
         return pids, False
     for pid in procfs.all_pids():
-        if process_user(pid) != user:
+        if process_uid(pid) != user:
             continue
         try:
             if any(_locked_file_id(pid, fd, b"FLOCK") == locked for fd in os.listdir(f"/proc/{pid}/fd")):

@@ -45,7 +45,7 @@ from elasticd_daemon.runners import liveness
 from elasticd_daemon.runners.liveness import ProcessIdentity, ScanComplete
 from elasticd_daemon.runners.poller import RunnersPoller, ask_runner
 from elasticd_daemon.runners.reconcile import LocalRunner, RunnerEnd
-from elasticd_daemon.runners.spawn import Account, NodeRefusesJob, missing_capability, spawn
+from elasticd_daemon.runners.spawn import Account, NodeRefusesJob, missing_capability_sentence, spawn
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, exit_for, read_exit, read_spec
 
 KILL_AFTER_SIGTERM_S = 5.0
@@ -190,11 +190,11 @@ class RunnerManager:
             if liveness.has_processes(files):
                 runner.keeper = liveness.lock_owner(files.keeper)
                 self._runners[runner.key] = runner
-                self._identify(runner)
+                self._open_pidfd(runner)
                 who = f"pid {runner.process.pid}" if runner.process is not None else "pid unknown yet"
                 self._log(f"job {spec.job}: adopted its runner ({who})")
             else:
-                ends.append(RunnerEnd(spec, read_exit(files), requested=False))
+                ends.append(RunnerEnd(spec, read_exit(files), stop_requested=False))
         self._update_poller()
         cgroups.remove_empty_job_groups()
         return ends
@@ -261,7 +261,7 @@ class RunnerManager:
             os.close(lock)
         runner = ManagedRunner(spec, files, child=child)
         self._runners[runner.key] = runner
-        self._identify(runner)
+        self._open_pidfd(runner)
         self._update_poller()
         return child.pid
 
@@ -271,7 +271,7 @@ class RunnerManager:
         replace_file(files.runner_spec, spec.to_json())
         refusal = exit_for(spec, 2, why, (), 0)
         replace_file(files.refusal, refusal.to_json())
-        return RunnerEnd(spec, refusal, requested=False)
+        return RunnerEnd(spec, refusal, stop_requested=False)
 
     def _make_folder(self, spec: RunnerSpec, account: Account | None) -> JobFiles:
         files = job_files(self._state, spec.job, spec.number)
@@ -290,7 +290,7 @@ class RunnerManager:
                     raise UsageError(f"{files.root} belongs to another user")
                 os.fchown(fd, account.uid, account.gid)
             except PermissionError as error:
-                raise UsageError(missing_capability(account)) from error
+                raise UsageError(missing_capability_sentence(account)) from error
             finally:
                 os.close(fd)
         return files
@@ -319,7 +319,7 @@ class RunnerManager:
 
     def poll(self, now: float) -> list[RunnerEnd]:
         """Escalate stops; returns runners that have ended, each once."""
-        self._poller.check()
+        self._poller.check_threads()
         ends = []
         for key, runner in list(self._runners.items()):
             if (status := self._poller.statuses.get(key)) is not None:
@@ -329,14 +329,14 @@ class RunnerManager:
                 if not runner.spec.slots:
                     runner.spec = replace(runner.spec, slots=_reported_slots(status))
             if runner.last_status is None:  # until it has named itself, the lock names the process that was started
-                self._identify(runner)
+                self._open_pidfd(runner)
             if runner.is_running():
                 self._enforce_deadlines(runner, now)
             elif runner.empty_scans >= EMPTY_SCANS_NEEDED or not liveness.has_processes(runner.files):
                 del self._runners[key]
                 runner.reap_keeper()
                 runner.close()
-                ends.append(RunnerEnd(runner.spec, read_exit(runner.files), requested=runner.stop_requested))
+                ends.append(RunnerEnd(runner.spec, read_exit(runner.files), stop_requested=runner.stop_requested))
                 if liveness.is_locked(runner.files.lock, or_shared=True):  # the next runner takes another one
                     with contextlib.suppress(OSError):
                         runner.files.lock.unlink()
@@ -391,7 +391,7 @@ class RunnerManager:
             pids = ", ".join(str(process.pid) for process in sorted(left, key=lambda p: p.pid))
             self._log(f"job {runner.spec.job}: killing its remaining processes {pids or '(not found)'}")
             for process in left:
-                _kill(process)
+                _kill_process(process)
 
     def _process_tree(self, runner: ManagedRunner) -> tuple[ProcessIdentity, ...]:
         if runner.process is None:
@@ -406,10 +406,10 @@ class RunnerManager:
             return [], False
         holders, complete = liveness.processes_with_lock(runner.files.lock, owner)
         trees = procfs.trees(set(holders) - {os.getpid()}, procfs.scan().values())
-        pids = {pid for tree in trees.values() for pid in tree if liveness.process_user(pid) == owner} - {os.getpid()}
+        pids = {pid for tree in trees.values() for pid in tree if liveness.process_uid(pid) == owner} - {os.getpid()}
         return [process for process in map(ProcessIdentity.of, pids) if process is not None], complete
 
-    def _identify(self, runner: ManagedRunner) -> None:
+    def _open_pidfd(self, runner: ManagedRunner) -> None:
         """Open a pidfd for the process that has the lock, which can never refer to another process."""
         process = liveness.lock_owner(runner.files.lock)
         if runner.process is None and process is None and time.monotonic() >= runner.search_owner_at:
@@ -454,7 +454,7 @@ def _reported_slots(status: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(slot for slot in slots if type(slot) is int and slot >= 0) if isinstance(slots, list) else ()
 
 
-def _kill(process: ProcessIdentity) -> None:
+def _kill_process(process: ProcessIdentity) -> None:
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:

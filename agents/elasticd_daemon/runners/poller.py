@@ -21,12 +21,12 @@ from elasticd_agent.system.waker import Waker
 from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.runners.liveness import ProcessIdentity, lock_owner
 
-TIMEOUT_S = 1.0
+POLL_TIMEOUT_S = 1.0
 STARTING_INTERVAL_S = 0.1
 """The interval of a runner that has not answered yet: it is starting."""
 
 RunKey = tuple[str, int]
-Target = tuple[RunKey, ProcessIdentity]
+PollTarget = tuple[RunKey, ProcessIdentity]
 
 
 class RunnersPoller:
@@ -39,8 +39,8 @@ class RunnersPoller:
         self.statuses: dict[RunKey, Mapping[str, Any]] = {}
         self._post = post
         self._interval_s = interval_s
-        self._targets: dict[Target, JobFiles] = {}
-        self._threads: dict[Target, tuple[threading.Thread, Waker]] = {}
+        self._targets: dict[PollTarget, JobFiles] = {}
+        self._threads: dict[PollTarget, tuple[threading.Thread, Waker]] = {}
         """The threads, with what ends them; written under the lock."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -52,9 +52,9 @@ class RunnersPoller:
             for target in self._threads.keys() - self._targets.keys():
                 _, waker = self._threads.pop(target)
                 waker.wake()
-        self.check()
+        self.check_threads()
 
-    def check(self) -> None:
+    def check_threads(self) -> None:
         """Start the threads that could not be started so far. Raises the exception that ended a thread: without polls
         every runner would leave as an orphan.
         """
@@ -65,13 +65,13 @@ class RunnersPoller:
                 self._start(target)
 
     def close(self) -> None:
-        until = time.monotonic() + 2 * TIMEOUT_S
+        until = time.monotonic() + 2 * POLL_TIMEOUT_S
         for _, waker in self._threads.values():
             waker.wake()
         for thread, _ in self._threads.values():
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _start(self, target: Target) -> None:
+    def _start(self, target: PollTarget) -> None:
         (job, _), process = target
         with contextlib.ExitStack() as opened:
             waker = Waker()
@@ -85,7 +85,7 @@ class RunnersPoller:
                 self._threads[target] = thread, waker
             opened.pop_all()
 
-    def _run(self, target: Target, files: JobFiles, pidfd: int, waker: Waker) -> None:
+    def _run(self, target: PollTarget, files: JobFiles, pidfd: int, waker: Waker) -> None:
         try:
             self._poll_until_gone(target, files, pidfd, waker)
         except BaseException as error:  # noqa: BLE001 the main loop raises it
@@ -95,7 +95,7 @@ class RunnersPoller:
             os.close(pidfd)
             waker.close()
 
-    def _poll_until_gone(self, target: Target, files: JobFiles, pidfd: int, waker: Waker) -> None:
+    def _poll_until_gone(self, target: PollTarget, files: JobFiles, pidfd: int, waker: Waker) -> None:
         key, process = target
         ends = select.poll()
         for end in (pidfd, waker.fileno()):
@@ -103,7 +103,7 @@ class RunnersPoller:
         answered = False
         while process.alive:
             with contextlib.suppress(control_socket.ControlSocketError):
-                status = ask_runner(files, {"do": "poll"}, TIMEOUT_S, process)
+                status = ask_runner(files, {"do": "poll"}, POLL_TIMEOUT_S, process)
                 with self._lock:
                     if target not in self._threads:
                         return

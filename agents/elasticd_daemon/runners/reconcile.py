@@ -46,7 +46,7 @@ class LocalRunner:
 class RunnerEnd:
     spec: RunnerSpec
     exit: RunnerExit | None  #: none: it was killed or crashed before it could write its exit
-    requested: bool  #: this agent had requested its stop
+    stop_requested: bool  #: this agent had requested its stop
 
     @property
     def key(self) -> RunKey:
@@ -79,7 +79,7 @@ class NodePlan:
     start: tuple[RunnerStart, ...] = ()
     stop: tuple[RunnerStop, ...] = ()
     results: tuple[JobResult, ...] = ()
-    runners: tuple[RunnerStatus, ...] = ()
+    runner_statuses: tuple[RunnerStatus, ...] = ()
     missing_from_store: tuple[RunnerSpec, ...] = ()  #: running jobs without any record in the store
     next_start_at: float | None = None
 
@@ -104,7 +104,7 @@ class RunOutcomes:
             if exit.outcome == "refused":
                 return f"job {job} is refused by this node: {exit.reason}"
             return f"job {job} has {exit.outcome}: {exit.reason}"
-        if end.requested:
+        if end.stop_requested:
             self.backoffs.pop(key, None)
             return f"job {job} has left this node" + (f": {exit.reason}" if exit is not None else "")
         before = self.backoffs.get(key)
@@ -139,13 +139,15 @@ def reconcile(
         for runner in runners
         if (why := _stop_reason(runner.spec, view, node, drain_reason))
     )
-    start, waiting, next_start_at = _starts(() if drain_reason else view.placements, view, node, runners, outcomes, now)
+    start, waiting, next_start_at = _plan_starts(
+        () if drain_reason else view.placements, view, node, runners, outcomes, now
+    )
     statuses = [*_runner_statuses(runners, stop), *waiting, *_refused_statuses(outcomes)]
     return NodePlan(
         start=tuple(start),
         stop=stop,
-        results=tuple(_results(view, outcomes)),
-        runners=tuple(sorted(statuses, key=lambda one: (one.number, one.job))),
+        results=tuple(_new_results(view, outcomes)),
+        runner_statuses=tuple(sorted(statuses, key=lambda one: (one.number, one.job))),
         missing_from_store=tuple(
             runner.spec for runner in runners if runner.state != "leaving" and _missing_from_store(runner.spec, view)
         ),
@@ -153,7 +155,7 @@ def reconcile(
     )
 
 
-def _starts(
+def _plan_starts(
     placements: Sequence[Placement],
     view: ClusterView,
     node: str,
@@ -238,7 +240,7 @@ def _submission_to_run(placement: Placement, view: ClusterView) -> Submission | 
     return next((s for s in view.submissions if (s.job, s.number) == key), None)
 
 
-def _results(view: ClusterView, outcomes: RunOutcomes) -> Iterable[JobResult]:
+def _new_results(view: ClusterView, outcomes: RunOutcomes) -> Iterable[JobResult]:
     """Jobs that succeeded or failed here and have no result in the store yet."""
     placements: Mapping[RunKey, Placement] = {(p.job, p.number): p for p in view.placements}
     submitted = {(s.job, s.number) for s in view.submissions}

@@ -87,7 +87,7 @@ def spawn(
             fds.append(keeper)
         if code is not None:
             with contextlib.suppress(OSError):
-                fds.append(versions.lock(code))
+                fds.append(versions.lock_copy(code))
                 command = [*command[:2], str(code)]
         child = subprocess.Popen(
             [*command, "job", str(files.root), as_user, *map(str, fds)],
@@ -121,11 +121,11 @@ def name_to_become(account: Account) -> str:
         return ""
     effective = procfs.read("/proc/self/status").partition(b"\nCapEff:\t")[2][:16]
     if int(effective or b"0", 16) & CAP_SETGID_AND_SETUID != CAP_SETGID_AND_SETUID:
-        raise UsageError(missing_capability(account))
+        raise UsageError(missing_capability_sentence(account))
     return account.name
 
 
-def missing_capability(account: Account) -> str:
+def missing_capability_sentence(account: Account) -> str:
     return (
         f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or CAP_CHOWN, "
         "which its unit removes (elasticd docs systemd)"

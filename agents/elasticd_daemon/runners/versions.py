@@ -15,7 +15,7 @@ from pathlib import Path
 from elasticd_agent.system import installation
 from elasticd_daemon.runners import liveness
 
-_LOCK = "lock"
+_LOCK_FILE = "lock"
 
 
 def ensure_copy(state: Path) -> Path:
@@ -31,7 +31,7 @@ def ensure_copy(state: Path) -> Path:
             shutil.rmtree(obsolete, ignore_errors=True)
         try:
             installation.copy_to(partial)
-            (partial / _LOCK).touch(0o600)
+            (partial / _LOCK_FILE).touch(0o600)
             os.rename(partial, copy)
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)  # it must not fill a disk that is full
@@ -39,9 +39,9 @@ def ensure_copy(state: Path) -> Path:
     return copy
 
 
-def lock(copy: Path) -> int:
+def lock_copy(copy: Path) -> int:
     """A file descriptor with a shared lock: the copy is kept while any process has it open. Raises OSError."""
-    fd = os.open(copy / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(copy / _LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd
 
@@ -50,5 +50,5 @@ def remove_unused(state: Path, own: Path) -> None:
     """Remove the copies of other versions that no process uses."""
     with contextlib.suppress(OSError):
         for copy in (state / "versions").iterdir():
-            if copy != own and not liveness.is_locked(copy / _LOCK, or_shared=True):
+            if copy != own and not liveness.is_locked(copy / _LOCK_FILE, or_shared=True):
                 shutil.rmtree(copy, ignore_errors=True)

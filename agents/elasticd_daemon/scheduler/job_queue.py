@@ -33,7 +33,7 @@ MAX_REASON_CHARS = 500
 MAX_RESULT_ROUNDS = 200
 MAX_ROUND_REASON_CHARS = 160
 MAX_RESULT_NODES = 1000
-MAX_SPEC_BYTES = 256 * 1024
+MAX_SUBMISSION_SPEC_BYTES = 256 * 1024
 
 
 def ignore_sentence(sentence: str) -> None:
@@ -96,7 +96,7 @@ def submit(store: Store, request: Submission, *, stem: str = "job", cache: Store
         _check_submission(submission)
         if _write_submission(store, before, submission):
             return submission
-    raise _lost_races("the job was not submitted")
+    raise _lost_races_error("the job was not submitted")
 
 
 def new_job_id(stem: str) -> str:
@@ -107,7 +107,7 @@ def new_job_id(stem: str) -> str:
 def cancel(store: Store, job: str, by: str, at: float) -> JobResult:
     """End a job. Returns the result that counts: the job's own if it ended first."""
     number = _newest_number(store, job)
-    return record_result(store, JobResult(job, number, "cancelled", TERMINATED, f"cancelled{_by(by)}", at))
+    return record_result(store, JobResult(job, number, "cancelled", TERMINATED, f"cancelled{_by_phrase(by)}", at))
 
 
 def record_result(store: Store, result: JobResult) -> JobResult:
@@ -125,7 +125,7 @@ def record_result(store: Store, result: JobResult) -> JobResult:
                 pass  # no agent can tell what it was about: this one replaces it
         if store.compare_and_swap(key, None if before is None else before.version, result.to_json()):
             return result
-    raise _lost_races(f"the result of {result.job!r} was not written")
+    raise _lost_races_error(f"the result of {result.job!r} was not written")
 
 
 def cordon(store: Store, node: str, drain: bool, reason: str, by: str, at: float) -> Cordon:
@@ -142,7 +142,7 @@ def cordon(store: Store, node: str, drain: bool, reason: str, by: str, at: float
                 pass  # this one, which can be decoded, replaces it
         if store.compare_and_swap(key, None if before is None else before.version, cordon.to_json()):
             return cordon
-    raise _lost_races(f"{node!r} was not cordoned")
+    raise _lost_races_error(f"{node!r} was not cordoned")
 
 
 def uncordon(store: Store, node: str) -> bool:
@@ -166,10 +166,10 @@ def _take_number(store: Store) -> int:
             names.SUBMISSION_SEQUENCE, None if entry is None else entry.version, str(number).encode()
         ):
             return number
-    raise _lost_races("the job got no number")
+    raise _lost_races_error("the job got no number")
 
 
-def _lost_races(what: str) -> StoreUnavailable:
+def _lost_races_error(what: str) -> StoreUnavailable:
     return StoreUnavailable(f"{what}: {MAX_LOST_RACES} attempts to write to the store lost a race")
 
 
@@ -219,7 +219,7 @@ def _require_free_id(store: Store, job: str, token: str) -> Versioned | Submissi
     if token and earlier.token == token:
         return earlier
     raise UsageError(
-        f"job {job!r} has not ended: it was submitted{_by(earlier.submitted_by)} as number {earlier.number}; "
+        f"job {job!r} has not ended: it was submitted{_by_phrase(earlier.submitted_by)} as number {earlier.number}; "
         f"cancel it first (elasticd cancel {job}), or choose another id"
     )
 
@@ -247,15 +247,17 @@ def _exists(store: Store, key: str, value: bytes) -> bool:
 
 def _check_submission(submission: Submission) -> None:
     size = len(submission.spec.encode(errors="replace"))
-    if size > MAX_SPEC_BYTES:
-        raise UsageError(f"job {submission.job!r}: its job file has {size} bytes; the limit is {MAX_SPEC_BYTES}")
+    if size > MAX_SUBMISSION_SPEC_BYTES:
+        raise UsageError(
+            f"job {submission.job!r}: its job file has {size} bytes; the limit is {MAX_SUBMISSION_SPEC_BYTES}"
+        )
     try:
         Submission.from_json(submission.to_json())
     except WireError as error:
         raise UsageError(str(error)) from None
 
 
-def _by(person: str) -> str:
+def _by_phrase(person: str) -> str:
     return f" by {person}" if person else ""
 
 

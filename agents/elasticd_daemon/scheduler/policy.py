@@ -51,7 +51,7 @@ def schedule(view: ClusterView) -> tuple[Placement, ...]:
     return tuple(p for p in decided if p != written.get((p.job, p.number)))
 
 
-def describe(reason: str, head: Submission | None) -> str:
+def describe_reason(reason: str, head: Submission | None) -> str:
     """A placement's reason for people: with the name of the job that blocks the queue."""
     if head is None or not reason.endswith(BEHIND_OTHERS):
         return reason
@@ -60,14 +60,14 @@ def describe(reason: str, head: Submission | None) -> str:
 
 def head_of_queue(view: ClusterView) -> Submission | None:
     """The pending job that blocks those behind it; None if no job is blocked."""
-    return _head(_unfinished(view))
+    return _head(_unfinished_with_placements(view))
 
 
 def queue(view: ClusterView) -> tuple[Submission | None, tuple[Submission, ...]]:
     """`head_of_queue`, and the pending jobs in the order in which they start if every job gets its minimum and none
     ends. A queue of ten thousand jobs is put in order for each view of the dashboard.
     """
-    unfinished = _unfinished(view)
+    unfinished = _unfinished_with_placements(view)
     head = _head(unfinished)
     jobs = []
     for submission, placement in unfinished:
@@ -76,7 +76,7 @@ def queue(view: ClusterView) -> tuple[Submission | None, tuple[Submission, ...]]
     return head, tuple([job.submission for job in _turns(jobs, head)])
 
 
-def _unfinished(view: ClusterView) -> list[tuple[Submission, Placement | None]]:
+def _unfinished_with_placements(view: ClusterView) -> list[tuple[Submission, Placement | None]]:
     written = {(p.job, p.number): p for p in view.placements}
     return [(submission, written.get((submission.job, submission.number))) for submission in view.unfinished()]
 
@@ -193,7 +193,7 @@ class _Job:
     """One submission on its way to a placement."""
 
     submission: Submission
-    written: Placement | None
+    written_placement: Placement | None
     assignments: dict[str, SlotAssignment]
     refusals: dict[str, str]
     changes: list[str]
@@ -206,7 +206,9 @@ class _Job:
 
     @property
     def has_run(self) -> bool:
-        return self.written is not None and bool(self.written.assignments or self.written.previous_nodes)
+        return self.written_placement is not None and bool(
+            self.written_placement.assignments or self.written_placement.previous_nodes
+        )
 
     @property
     def slot_demand(self) -> int:
@@ -221,7 +223,7 @@ class _Job:
         """The placement as written if nothing has changed, so that its reason keeps what happened in earlier turns."""
         assignments = tuple(self.assignments.values())
         refusals = tuple(Refusal(node, why) for node, why in sorted(self.refusals.items()))
-        written = self.written
+        written = self.written_placement
         same = written is not None and (assignments, refusals) == (written.assignments, written.refusals)
         if written is not None and same and (assignments or written.reason.endswith(self.pending_reason)):
             return written
@@ -301,7 +303,7 @@ def _restore_minimum(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     while True:
         short = [job for job in jobs if job.assignments and not job.has_min_nodes]
         for job in short:
-            _bind(job, nodes)
+            _assign_nodes(job, nodes)
         stuck = [job for job in short if not job.has_min_nodes]
         if not stuck:
             return
@@ -348,7 +350,7 @@ def _start_pending(turns: Iterable[_Job], nodes: dict[str, _Node]) -> None:
     """Rule 3."""
     blocked = False
     for job in turns:
-        if not blocked and _bind(job, nodes):
+        if not blocked and _assign_nodes(job, nodes):
             continue
         if not _feasible(job, nodes):
             job.pending_reason = f"pending: {_infeasible_reason(job, nodes)}; {BLOCKS_NOBODY}"
@@ -366,20 +368,24 @@ def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     for job in jobs:
         if job.has_min_nodes and job.submission.grow and len(job.assignments) < job.submission.max_nodes_with_spares:
             before = set(job.assignments)
-            _bind(job, nodes)
+            _assign_nodes(job, nodes)
             if added := sorted(job.assignments.keys() - before):
                 verb = "was" if len(added) == 1 else "were"
                 job.changes.append(f"{listing(added)} {verb} free and no job is pending")
 
 
-def _bind(job: _Job, nodes: dict[str, _Node]) -> bool:
+def _assign_nodes(job: _Job, nodes: dict[str, _Node]) -> bool:
     """Assign nodes to the job, up to its maximum, if that reaches its minimum. False: nothing was assigned.
 
     Nodes that it has run on come first, since they may have its checkpoints in memory or on a local disk; then those
     with the most slots for it; then the tightest fit, so that large nodes stay whole for large jobs.
     """
     submission = job.submission
-    known = () if job.written is None else (*job.written.previous_nodes, *(a.node for a in job.written.assignments))
+    known = (
+        ()
+        if job.written_placement is None
+        else (*job.written_placement.previous_nodes, *(a.node for a in job.written_placement.assignments))
+    )
     fit = [node for name, node in nodes.items() if name not in job.assignments and _fits(job, node)]
 
     def preference(node: _Node) -> tuple[bool, int, int, str]:
@@ -463,13 +469,13 @@ def _infeasible_reason(job: _Job, nodes: dict[str, _Node]) -> str:
     return f"{_describe_request(job.submission)}, and {why}"
 
 
-def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: bool) -> list[str]:
+def _obstacles(job: _Job, nodes: dict[str, _Node], except_nodes: list[str], *, free: bool) -> list[str]:
     """The obstacle on each of the other nodes; those that refused the job for one reason are named together."""
     obstacles: list[str] = []
     refused: dict[str, list[str]] = {}
     for name, node in sorted(nodes.items()):
         slots = node.status.slots
-        if name in without:
+        if name in except_nodes:
             continue
         if node.unschedulable_reason:
             obstacles.append(node.unschedulable_reason)

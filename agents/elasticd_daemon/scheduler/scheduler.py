@@ -74,7 +74,7 @@ class Scheduler:
     _key: LeasedKey = field(init=False)
     _records: StoreCache = field(init=False)
     _clock: retention.SchedulerClock = field(init=False)
-    _try_at: float = 0.0
+    _next_attempt_at: float = 0.0
     _key_watch: Watch | None = None
     _seen_generation: int = -1  #: the cache's generation at the last look
     _last_statuses: dict[str, NodeStatus] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Scheduler:
                 self._schedule(now)
         except StoreUnavailable:
             self._records.clear()
-            self._try_at = 0.0
+            self._next_attempt_at = 0.0
             self._absent_since.clear()
             self._refused_since.clear()
             raise
@@ -126,14 +126,14 @@ class Scheduler:
 
     def _hold_key(self, now: float) -> bool:
         if not self._key.renew(now):
-            if now < self._try_at:
+            if now < self._next_attempt_at:
                 return False
             if self._key_watch is None:
                 self._key_watch = self.store.watch(names.SCHEDULER, self._on_key_changed)
             self._on_key_lost()
             # An attempt every second would cost a large store more than all other requests; the watch names the key
             # when it is free, perhaps while this attempt runs.
-            self._try_at = now + REREAD_S
+            self._next_attempt_at = now + REREAD_S
             value = json.dumps({"node": self.node, "incarnation": self.incarnation}).encode()
             if not self._key.create(value, now, self._is_own):
                 return False
@@ -164,7 +164,7 @@ class Scheduler:
         self._absent_since.clear()
 
     def _on_key_changed(self, key: str) -> None:
-        self._try_at = 0.0
+        self._next_attempt_at = 0.0
         self.on_change()
 
     def _schedule(self, now: float) -> None:
@@ -172,29 +172,29 @@ class Scheduler:
         generation = self._records.generation  # before the look: a change during it is looked at in the next turn
         if generation == self._seen_generation:
             return
-        view = self._view(now)
+        view = self._read_view(now)
         self._placements_written = False
-        if all(self._publish(placement) for placement in schedule(view)):
-            self._remove_old(view, now)
+        if all(self._write_and_report(placement) for placement in schedule(view)):
+            self._remove_expired_records(view, now)
         if self._placements_written:
             self._records.invalidate(names.PLACEMENTS)  # a watch names it, too, but perhaps not yet
-        self._fail_refused(view, now)
+        self._fail_refused_jobs(view, now)
         # Absent nodes are given up at some moment, whether anything changes or not; so are refused jobs.
         self._seen_generation = -1 if self._absent_since or self._refused_since else generation
 
-    def _fail_refused(self, view: ClusterView, now: float) -> None:
+    def _fail_refused_jobs(self, view: ClusterView, now: float) -> None:
         """A job that has trained stays pending: its state is worth more than an early answer."""
         refused = jobs_refused_everywhere(view)
         since_boot = max(now, BOOT_GRACE_S)  # monotonic time begins at the boot
         self._refused_since = {key: self._refused_since.get(key, since_boot) for key in refused}
         for (job, number), since in self._refused_since.items():
-            if now >= since + self.refuse_timeout_s and self._round(job, number) is None:
+            if now >= since + self.refuse_timeout_s and self._current_round(job, number) is None:
                 why = f"every node refused it for {self.refuse_timeout_s:g} s: {refused[job, number]}"
                 job_queue.record_result(self.store, JobResult(job, number, "failed", 1, why, time.time()))
                 self._records.clear()
                 self._sentences.append(f"job {job} has failed: {why}")
 
-    def _publish(self, placement: Placement) -> bool:
+    def _write_and_report(self, placement: Placement) -> bool:
         written = self._write(placement)
         if written:
             self._sentences.append(f"job {placement.job}: {placement.reason}")
@@ -205,7 +205,7 @@ class Scheduler:
         key = names.PLACEMENTS + placement.job
         before = self._records.list(names.PLACEMENTS).get(key)
         version = None if before is None else before.version
-        if self.store.compare_and_swap(key, version, placement.to_json(), self._guard):
+        if self.store.compare_and_swap(key, version, placement.to_json(), self._key_guard):
             self._placements_written = True
             return True
         self._records.clear()
@@ -216,14 +216,14 @@ class Scheduler:
         return False
 
     @property
-    def _guard(self) -> tuple[str, int]:
+    def _key_guard(self) -> tuple[str, int]:
         assert self.key_version is not None
         return names.SCHEDULER, self.key_version
 
-    def _remove_old(self, view: ClusterView, now: float) -> None:
+    def _remove_expired_records(self, view: ClusterView, now: float) -> None:
         """Remove the records of jobs that ended long ago."""
         reached_s = max((p.ended_s for p in view.placements if p.ended_s is not None), default=0.0)
-        clock_s = self._clock.now_s(now, self._guard, reached_s)
+        clock_s = self._clock.now_s(now, self._key_guard, reached_s)
         for placement in retention.stamp_ended_placements(view, clock_s):
             if not self._write(placement):
                 return
@@ -246,12 +246,12 @@ class Scheduler:
         written = self._records.list(names.KNOWN_NODES)
         for known in retention.changed_known_nodes(view, clock_s, time.time())[: retention.NODE_WRITES_PER_TURN]:
             before = written.get(key := names.KNOWN_NODES + known.node)
-            if before and self.store.compare_and_swap(key, before.version, known.to_json(), self._guard):
+            if before and self.store.compare_and_swap(key, before.version, known.to_json(), self._key_guard):
                 self._sentences.append(f"node {known.node} is {'back' if known.lost_s is None else 'lost'}")
         for node in retention.nodes_to_forget(view, clock_s, self.retention_s):
             self.store.delete(names.KNOWN_NODES + node)
 
-    def _view(self, now: float) -> ClusterView:
+    def _read_view(self, now: float) -> ClusterView:
         nodes, undecodable = self._records.records_and_undecodable(names.NODES, NodeStatus)
         placements, odd_placements = self._records.records_and_undecodable(names.PLACEMENTS, Placement)
         results, odd_results = self._records.records_and_undecodable(names.RESULTS, JobResult)
@@ -260,7 +260,7 @@ class Scheduler:
             status = self._undecodable_status(key.removeprefix(names.NODES), placements)
             present[status.node] = status
         self._last_statuses |= present
-        absent = self._absent(present, placements, now)
+        absent = self._absent_statuses(present, placements, now)
         # A job whose placement or result cannot be decoded is left alone.
         odd = {key.removeprefix(names.PLACEMENTS) for key in odd_placements}
         odd |= {key.removeprefix(names.RESULTS) for key in odd_results}
@@ -283,7 +283,7 @@ class Scheduler:
         status = self._last_statuses.get(node, NodeStatus(node, "", slots))
         return replace(status, state="cordoned", why="its status cannot be decoded")
 
-    def _absent(
+    def _absent_statuses(
         self, present: dict[str, NodeStatus], placements: tuple[Placement, ...], now: float
     ) -> tuple[NodeStatus, ...]:
         """The last status of every absent node that is not given up yet."""
@@ -305,11 +305,11 @@ class Scheduler:
         behind = set()
         for placement in placements:
             absent = [a.node for a in placement.assignments if a.node in self._absent_since]
-            if absent and (round := self._round(placement.job, placement.number)) is not None:
+            if absent and (round := self._current_round(placement.job, placement.number)) is not None:
                 behind |= {(placement.job, node) for node in absent if round.member(node) is None}
         return frozenset(behind)
 
-    def _round(self, job: str, number: int) -> Round | None:
+    def _current_round(self, job: str, number: int) -> Round | None:
         """The Round that this run of the job has now, if it is in this store."""
         key = Keys(job).round
         entry = self.store.read(key)

@@ -192,7 +192,7 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_many_ranks_the_stalled_ones_are_shown() -> None:
     ranks = [{"rank": k, "node": "a", "phase": "step", "step": 9, "idle_seconds": float(k == 200)} for k in range(256)]
     page = page_of({**JOB, "progress": {"ranks": ranks}})
-    assert page.splitlines()[-tables.SHOWN_RANKS - 1].split() == ["200", "a", "step", "9", "1.0s", "ago"]
+    assert page.splitlines()[-tables.MAX_SHOWN_RANKS - 1].split() == ["200", "a", "step", "9", "1.0s", "ago"]
     assert page.splitlines()[-1] == "and 192 more with newer progress: --json"
 
 

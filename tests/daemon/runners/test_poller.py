@@ -56,9 +56,11 @@ def test_runners_that_do_not_answer_delay_no_other(stack: ExitStack, tmp_path: P
     runners.set_targets({(files.root.name, 1): (files, me) for files in [*silent, good]})
     for _ in range(10):
         assert polled.acquire(timeout=WAIT_S)
-    assert time.monotonic() - began < 5 * len(silent) * poller.TIMEOUT_S, "one after the other would take twice this"
+    assert time.monotonic() - began < 5 * len(silent) * poller.POLL_TIMEOUT_S, (
+        "one after the other would take twice this"
+    )
     until(lambda: runners.statuses == {("good.1", 1): {"phase": "running"}}, "a status of the one that answers")
-    runners.check()
+    runners.check_threads()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")

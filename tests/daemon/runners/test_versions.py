@@ -33,7 +33,7 @@ def test_only_unused_copies_are_removed(tmp_path: Path) -> None:
         copy.mkdir()
     for copy in (used, unused):
         (copy / "lock").touch()
-    lock = versions.lock(used)
+    lock = versions.lock_copy(used)
     inherited = os.dup(lock)
     os.close(lock)
     versions.remove_unused(tmp_path, own)

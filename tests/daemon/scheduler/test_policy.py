@@ -27,7 +27,7 @@ from elasticd_daemon.records import (
 from elasticd_daemon.scheduler.policy import (
     BEHIND_OTHERS,
     BLOCKS_NOBODY,
-    describe,
+    describe_reason,
     head_of_queue,
     jobs_refused_everywhere,
     queue,
@@ -373,7 +373,7 @@ def test_start_of_the_head_rewrites_only_the_next() -> None:
     )
     head = head_of_queue(waiting)
     assert (head.job, words(waiting, "j200")) == ("j1", BEHIND_OTHERS)
-    assert describe(BEHIND_OTHERS, head) == "pending behind j1, which is next and needs 1 node with 4 free slots"
+    assert describe_reason(BEHIND_OTHERS, head) == "pending behind j1, which is next and needs 1 node with 4 free slots"
     free = replace(waiting, nodes=(NodeStatus("n1", "i", 4),))
     assert [p.job for p in schedule(free)] == ["j1", "j2"]
     assert head_of_queue(after(free)) == free.submissions[1]
