@@ -188,13 +188,15 @@ def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
     assert port != before
     a.start(second, ("::1", port))
     assert a.until(GroupStarted).store_pid == 0
-    wait_for(lambda: running("elasticd-store") == 1, "the end of the first round's store and the parked one")
+    wait_for(lambda: running("elasticd-store") == 2, "the end of the parked one")  # b may still be in the first round
+    a.workers.end_stores()
+    wait_for(lambda: running("elasticd-store") == 1, "the end of the first round's")
     (tmp_path / "alone-2").touch()
     finished(a)
     finished(b)
     for rank in (0, 1):
         assert seen(tmp_path, 2, rank).items() >= {("MASTER_ADDR", "::1"), ("MASTER_PORT", str(port)), ("total", 3)}
-    b.workers.end_store()
+    b.workers.end_stores()
     wait_for(lambda: running("elasticd-store") == 0, "the end of the store")
 
 

@@ -368,7 +368,7 @@ class JobLoop:
             case messages.RoundPublished(round) if self.round is None or round.number > self.round.number:
                 self.round = round
                 if round.member(self.node) is None:
-                    self.workers.end_store()
+                    self.workers.end_stores()
                     if not round.terminal:
                         self.workers.end_kept(newcomers=False)
                         self._release_ahead(round)
@@ -641,6 +641,7 @@ class JobLoop:
         """
         if first is not None:
             self._events.append(first)
+            self.workers.end_stores()
             if self._spares_wanted and self._entered != first.number:
                 self._spares_wanted = False
                 why = "the workers do not stay in their processes at a change (session.run)"

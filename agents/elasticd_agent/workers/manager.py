@@ -174,7 +174,8 @@ class WorkerManager:
         Rank 0's node starts the round's store, too: `master` is None, and StoreReady has its port; elsewhere it is its
         address. Each worker waits until the last group's memory on its GPU is free; with no warm launcher all for all.
         """
-        self.end_store()
+        # Workers of other nodes may still be in the last round. A port of the user's is for one store at a time.
+        self.end_stores(but_newest=0 if self._port else 1)
         kept = self._take_kept(round, workers)
         self._memory.begin(self._unkillable.union(kept, self._newcomers.by_pid))
         self._start = PendingStart(round, with_master(master, workers), master, kept)
@@ -204,14 +205,16 @@ class WorkerManager:
                 group.held_ranks = tuple(rank for rank in group.held_ranks if rank in busy)
                 self._owner.send(messages.ReleaseHeld(name, free))
 
-    def end_store(self) -> None:
-        """End the store of a round that is over, as the next start does.
+    def end_stores(self, but_newest: int = 0) -> None:
+        """End the stores of rounds that are over, except for the newest `but_newest` of them.
 
-        With several nodes the store outlives a group that succeeded: other nodes' workers may still run.
+        With several nodes a store outlives its group, unless that has failed: other nodes' workers may still run, or
+        have not left the round yet. All of them have once the next one has made a step.
         """
-        for name in self._stores:
+        over = self._stores[: len(self._stores) - but_newest]
+        for name in over:
             self._owner.send(messages.Signal(name, signal.SIGKILL))
-        self._stores.clear()
+        del self._stores[: len(over)]
 
     def release_ahead(self, workers: Mapping[int, WorkerSpec]) -> None:
         """Have these workers, by slot, run the script up to its entry, and wait there for a round that has their slots.
