@@ -76,7 +76,7 @@ def waiting(view: View, now: float = 0.0, policy: Policy = POLICY) -> Wait:
 
 
 def test_first_round() -> None:
-    view = replace(first(node("a")), first_number=8, checkpoint=(7, 50))
+    view = replace(first(node("a")), first_round_number=8, checkpoint=(7, 50))
     r = decided(view)
     assert r == Round(8, (Member("a", "i", (0, 1), "", "a.lan"),), (7, 50), reason=r.reason, cause="start")
     assert r.reason == "new start after round 7: 2 workers on a, from checkpoint r7-s50 or later"
@@ -96,7 +96,7 @@ def test_job_ends_once() -> None:
     assert waiting(replace(view, current=done, failures=(crash(),), stop=STOP)).until is None
     stopped = decided(replace(view, failures=(crash(),), stop=STOP))
     assert (stopped.outcome, stopped.exit_code, stopped.reason) == ("stopped", 143, "stopped by SIGTERM")
-    early = decided(replace(first(node("a")), first_number=4, stop=STOP))
+    early = decided(replace(first(node("a")), first_round_number=4, stop=STOP))
     assert (early.number, early.outcome) == (4, "stopped")
 
 

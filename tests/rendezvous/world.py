@@ -46,7 +46,7 @@ class World:
         slots: tuple[int, ...],
         asked: Requirements,
         policy: Policy,
-        first_number: int = 1,
+        first_round_number: int = 1,
         now: float = 1000.0,
         plain: bool = False,
     ) -> None:
@@ -56,7 +56,7 @@ class World:
         self.rules = StepRules(NODE, policy.user_error_wait_s, policy.shutdown_timeout_s)
         self.phase: Phase = Joining()
         node = NodeRecord(NODE, "i1", "127.0.0.1", slots)
-        self.view = View(None, (PresentNode(node, now),), asked, first_number=first_number)
+        self.view = View(None, (PresentNode(node, now),), asked, first_round_number=first_round_number)
         self.alive: int | None = None
         self.ending = False
         self.started: list[Round] = []

@@ -179,7 +179,7 @@ class Cluster:
             store,
             JobTerms(self.keys, self.policy, self.asked, mine),
             record,
-            LocalFacts(first_number=1 + highest, checkpoint=self.saved),
+            LocalFacts(first_round_number=1 + highest, checkpoint=self.saved),
             NodeNetwork(self, incarnation),
             log,
             take_over=self._take_over(store, record, log),

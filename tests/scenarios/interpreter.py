@@ -92,7 +92,7 @@ def _job(words: list[str]) -> ScriptedWorld:
         tuple(range(int(first), int(last or first) + 1)),
         Requirements(int(fewest), int(most or fewest)),
         Policy(max_restarts=None if restarts is None else int(restarts)),
-        first_number=int(options.get("first", 1)),
+        first_round_number=int(options.get("first", 1)),
         plain=bool(options.get("plain")),
     )
 

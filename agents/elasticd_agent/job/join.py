@@ -174,7 +174,7 @@ def join_job(
         store,
         terms,
         record,
-        LocalFacts(first_number=1 + highest, checkpoint=resume),
+        LocalFacts(first_round_number=1 + highest, checkpoint=resume),
         network,
         log,
         attentive=attentive,

@@ -79,7 +79,7 @@ exited, and a Python that raised may have a last file to write."""
 MULTI_NODE_EXIT_WAIT_S = 0.15
 """The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
 
-LAST_PAUSE_LEAD_S = 30.0
+PAUSE_BEFORE_LEAVE_S = 30.0
 """The job pauses for a checkpoint so long before the end of a node that leaves, where too few nodes would remain, but
 no earlier than after half of that node's time. Rank 0 may see the request 10 s late, at its next decision point, and
 has to write the checkpoint."""
@@ -201,7 +201,7 @@ def _request_leave(phase: Running, event: StopRequested, rules: StepRules) -> Tr
     if phase.stop is not None:
         return phase, []
     until = event.at + rules.stop_limit_s
-    soon_at = until - min(rules.stop_limit_s / 2, LAST_PAUSE_LEAD_S)
+    soon_at = until - min(rules.stop_limit_s / 2, PAUSE_BEFORE_LEAVE_S)
     stop = PendingStop(event.signal, event.exit_code, until, event.why, soon_at)
     return replace(phase, stop=stop), [_report_leaving(stop, rules), SetTimer(soon_at), SetTimer(until)]
 

@@ -570,7 +570,7 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
     ]
     if runs and now < (until := max(p.joined_at for p in runs) + REREGISTRATION_S):
         return Wait(f"waiting for {_names(runs)} to restore a round that is missing from the store", until)
-    number = max([view.first_number, *(max(p.record.highest_round, p.record.seen_round) + 1 for p in view.nodes)])
+    number = max([view.first_round_number, *(max(p.record.highest_round, p.record.seen_round) + 1 for p in view.nodes)])
     if view.current is not None:
         number = max(number, view.current.number + 1)
     chosen = select_members(view, policy, now, {}, ())
@@ -618,7 +618,7 @@ def _next_round(
     records = [record for member in members if (record := view.record(member.node)) is not None]
     first = records[0]
     # A node that joined may have checkpoints and logs of an earlier job in directories of its own.
-    number = max(current.number, view.first_number - 1, *(record.highest_round for record in records)) + 1
+    number = max(current.number, view.first_round_number - 1, *(record.highest_round for record in records)) + 1
     restarts = current.restarts + 1
     promoted = promoted_spares(view, current, members)
     came = ", ".join(m.node for m in members if view.member(m.node) is None and m.node not in promoted)
@@ -726,7 +726,9 @@ def _final_round(view: View, outcome: Outcome, exit_code: int, why: str) -> Roun
     """The terminal Round. It has no members: nothing runs in it."""
     current = view.current
     if current is None:
-        return Round(view.first_number, (), reason=why, outcome=outcome, exit_code=exit_code, run=view.requirements.run)
+        return Round(
+            view.first_round_number, (), reason=why, outcome=outcome, exit_code=exit_code, run=view.requirements.run
+        )
     return replace(
         current,
         number=current.number + 1,

@@ -375,7 +375,7 @@ class ViewReader:
             failures=tuple(failures),
             done=frozenset(key.rpartition("/")[2] for key in done),
             stop=facts.stop,
-            first_number=facts.first_number,
+            first_round_number=facts.first_round_number,
             checkpoint=_newest_checkpoint(records, facts, current),
             high_water=max([facts.high_water, *(r.high_water for r in records)]),
             round_seen_at=self._round_at.setdefault(number, now),

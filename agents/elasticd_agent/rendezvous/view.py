@@ -42,7 +42,7 @@ class PresentNode:
 class LocalFacts:
     """Facts of this node's deciding loop, for a planner here. Replaced whole, so that any thread may read them."""
 
-    first_number: int = 1
+    first_round_number: int = 1
     checkpoint: tuple[int, int] | None = None
     high_water: int = 0
     stop: StopRequested | StopForced | None = None
@@ -59,7 +59,7 @@ class View:
     failures: tuple[Failure, ...] = ()
     done: frozenset[str] = frozenset()  #: members whose workers of `current` have all ended with code 0
     stop: StopRequested | StopForced | None = None
-    first_number: int = 1  #: of the first Round: above all that the checkpoint and log directories hold
+    first_round_number: int = 1  #: of the first Round: above all that the checkpoint and log directories hold
     checkpoint: tuple[int, int] | None = None  #: newest usable (round, step)
     high_water: int = 0  #: the highest step seen in any round
     round_seen_at: float = 0.0  #: when the planner first saw `current`

@@ -18,7 +18,7 @@ from elasticd_agent.model.codec import Document
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.store import Store, Versioned, Watch
 
-D = TypeVar("D", bound=Document)
+DocumentT = TypeVar("DocumentT", bound=Document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,13 @@ class StoreCache:
                 self._lists[prefix] = read
         return read
 
-    def records(self, prefix: str, kind: type[D]) -> tuple[D, ...]:
+    def records(self, prefix: str, kind: type[DocumentT]) -> tuple[DocumentT, ...]:
         """The records below `prefix` that can be decoded, and final ones that could be decoded before."""
         return self.records_and_undecodable(prefix, kind)[0]
 
-    def records_and_undecodable(self, prefix: str, kind: type[D]) -> tuple[tuple[D, ...], builtins.list[str]]:
+    def records_and_undecodable(
+        self, prefix: str, kind: type[DocumentT]
+    ) -> tuple[tuple[DocumentT, ...], builtins.list[str]]:
         """The records below `prefix`, and the keys of those that cannot be decoded: both of the same list."""
         records, errors = self._decode(prefix, self.list(prefix), kind)
         with self._lock:
@@ -134,8 +136,8 @@ class StoreCache:
         return records, [*errors]
 
     def read_records(
-        self, prefix: str, kind: type[D], log: Callable[[str], None], *, cached_if_watched: bool = False
-    ) -> tuple[D, ...]:
+        self, prefix: str, kind: type[DocumentT], log: Callable[[str], None], *, cached_if_watched: bool = False
+    ) -> tuple[DocumentT, ...]:
         """The records that the store holds at this moment, for people; `cached_if_watched`: what a watch has kept
         current will do. `log` receives every decoding error.
         """
@@ -148,7 +150,9 @@ class StoreCache:
             log(error)
         return records
 
-    def _decode(self, prefix: str, items: dict[str, Versioned], kind: type[D]) -> tuple[tuple[D, ...], dict[str, str]]:
+    def _decode(
+        self, prefix: str, items: dict[str, Versioned], kind: type[DocumentT]
+    ) -> tuple[tuple[DocumentT, ...], dict[str, str]]:
         with self._lock:
             before = self._decoded.get(prefix) or _DecodedList({}, {}, {}, ())
         if before.items is not items:
@@ -169,4 +173,4 @@ class StoreCache:
             before = _DecodedList(items, records, errors, tuple(records.values()))
             with self._lock:
                 self._decoded[prefix] = before
-        return cast(tuple[D, ...], before.all), before.errors
+        return cast(tuple[DocumentT, ...], before.all), before.errors

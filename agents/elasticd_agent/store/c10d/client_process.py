@@ -38,7 +38,7 @@ from elasticd.channel import Message
 from elasticd_agent.store.c10d import tcp_store as tcp
 
 PROTOCOL_VERSION = "1"
-MARKER_WAIT_S = 2.5
+HOST_MARKER_WAIT_S = 2.5
 """The host's marker follows a TCPStore's first answer within this time: milliseconds, more on a crowded machine."""
 WATCH_RECHECK_S = 120.0
 """Between two checks for a missed change, which the host repairs long before. A leader's seven watches cost 0.25
@@ -262,7 +262,7 @@ class C10dClient:
 
     def _carry_out_requests(self) -> None:
         wire = self._connect()
-        if not wire.wait(tcp.HOST_MARKER, MARKER_WAIT_S):
+        if not wire.wait(tcp.HOST_MARKER, HOST_MARKER_WAIT_S):
             raise _IncompatibleStore("a TCPStore answers there, but it is not served by elasticd")
         protocol, _, start = (wire.read(tcp.HOST_MARKER) or b"").decode(errors="replace").partition(" ")
         if protocol != PROTOCOL_VERSION:

@@ -77,7 +77,7 @@ class _WatchedPrefix:
     last_change: int
     watchers_moved_at: float
     watchers_count: bytes | None = None
-    gap_at: int | None = None  #: the number that was missing at the last turn
+    gap_number: int | None = None  #: the number that was missing at the last turn
     old_changes: deque[tuple[float, int]] = field(default_factory=deque)
     last_deleted: int = 0
 
@@ -174,9 +174,9 @@ class HostMaintenance:
             watched.last_change = upto
         elif missing:
             gap = next((n for n in missing if not self._wire.check([tcp.change_key(prefix, n)])), upto + 1)
-            if gap == watched.gap_at:
+            if gap == watched.gap_number:
                 self._wire.swap(tcp.change_key(prefix, gap), None, tcp.to_bytes(prefix) or b"/")
-            watched.last_change, watched.gap_at = gap - 1, gap
+            watched.last_change, watched.gap_number = gap - 1, gap
         if watched.last_change > (watched.old_changes[-1][1] if watched.old_changes else 0):
             watched.old_changes.append((self.awake_s, watched.last_change))
         while watched.old_changes and self.awake_s - watched.old_changes[0][0] >= TOMBSTONE_S:

@@ -45,18 +45,18 @@ _TIMEOUT_ROUNDING_S = 0.01
 
 # ---- key names
 
-ROOT = b"elasticd/1/"
-HOST_MARKER = ROOT + b"host"
+KEY_PREFIX = b"elasticd/1/"
+HOST_MARKER = KEY_PREFIX + b"host"
 """Identifies one start of the host. Written last, so that everything else is in place once it is there."""
 STANDALONE_SUFFIX = " standalone"
 """Ends the marker of a host that is no agent of a job: any of its agents may lead then."""
 TERM_FIELD = " term="
 """Begins the end of the marker of a host that is an agent, where another agent may host the job's next store."""
-VERSION_COUNTER = ROOT + b"version"
+VERSION_COUNTER = KEY_PREFIX + b"version"
 """The counter from which all versions are drawn."""
-DIRECTORY_REGISTER = ROOT + b"directories"
-LEASE_REGISTER = ROOT + b"leases"
-WATCHED_PREFIX_REGISTER = ROOT + b"watched"
+DIRECTORY_REGISTER = KEY_PREFIX + b"directories"
+LEASE_REGISTER = KEY_PREFIX + b"leases"
+WATCHED_PREFIX_REGISTER = KEY_PREFIX + b"watched"
 """The prefixes that any client watches: a change moves only their counters, and wakes no other client."""
 CLOSING_INDEX = b"!closing\n"
 """An index that the host is about to remove: entries added to it now are lost."""
@@ -73,7 +73,7 @@ def to_text(raw: bytes) -> str:
 
 
 def _key(kind: bytes, name: str) -> bytes:
-    return ROOT + kind + to_bytes(name)
+    return KEY_PREFIX + kind + to_bytes(name)
 
 
 value_key = partial(_key, b"value/")

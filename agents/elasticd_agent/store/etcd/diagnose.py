@@ -18,10 +18,9 @@ from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.network.addresses import format_endpoint
 
 # RFC 9113, 3.4: the client's preface, followed by a SETTINGS frame; the server answers with a SETTINGS frame.
-_EMPTY_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_SETTINGS
+_EMPTY_SETTINGS_FRAME = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_SETTINGS_FRAME
 _FRAME_TYPE, _SETTINGS = 3, 4
-_TCP = socket.SOCK_STREAM
 
 
 def make_context(tls: Tls) -> ssl.SSLContext:
@@ -46,7 +45,7 @@ def check_tls(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> No
     try:
         with _connect(host, port, deadline) as plain, tls.wrap_socket(plain, server_hostname=host) as secure:
             # With TLS 1.3 a server rejects our certificate only now.
-            secure.sendall(_PREFACE)
+            secure.sendall(_HTTP2_PREFACE)
             secure.recv(9)
     except ssl.SSLCertVerificationError as error:
         raise StoreRefused(
@@ -76,8 +75,8 @@ def find_mismatch(host: str, port: int, timeout_s: float) -> str | None:
     where = format_endpoint(host, port)
     deadline = time.monotonic() + timeout_s
     try:
-        answer = _first_bytes(host, port, deadline)
-        if answer and not _is_settings(answer):
+        answer = _read_http2_answer(host, port, deadline)
+        if answer and not _is_settings_frame(answer):
             return not_etcd_message(where, "another kind of server answers there")
         if not answer and _speaks_tls(host, port, deadline):
             return f"etcd at {where} uses TLS; write https:// before the endpoint"
@@ -90,7 +89,9 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
     """Raises OSError. A resolver has no deadline of its own, so it runs in a thread that may stay behind."""
     failed: OSError = socket.gaierror(f"no address is known for the name {host}")
     try:
-        resolved = run_within(max(deadline - time.monotonic(), 0), lambda: socket.getaddrinfo(host, port, type=_TCP))
+        resolved = run_within(
+            max(deadline - time.monotonic(), 0), lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )
     except (socket.gaierror, DeadlineExceeded):
         raise failed from None
     for *_, address in resolved:
@@ -105,10 +106,10 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
     raise failed
 
 
-def _first_bytes(host: str, port: int, deadline: float) -> bytes:
+def _read_http2_answer(host: str, port: int, deadline: float) -> bytes:
     with _connect(host, port, deadline) as plain:
         try:
-            plain.sendall(_PREFACE)
+            plain.sendall(_HTTP2_PREFACE)
             answer = plain.recv(9)
         except ConnectionError:
             return b""
@@ -116,13 +117,13 @@ def _first_bytes(host: str, port: int, deadline: float) -> bytes:
     return b"" if answer[:1] == b"\x15" else answer
 
 
-def _is_settings(answer: bytes) -> bool:
+def _is_settings_frame(answer: bytes) -> bool:
     return len(answer) > _FRAME_TYPE and answer[_FRAME_TYPE] == _SETTINGS
 
 
 def _speaks_http2(host: str, port: int, deadline: float) -> bool:
     try:
-        return _is_settings(_first_bytes(host, port, deadline))
+        return _is_settings_frame(_read_http2_answer(host, port, deadline))
     except OSError:
         return False
 

@@ -31,7 +31,7 @@ class ClassifiedError:
 
 
 # Part of etcd's message: what it means, and what to do about it.
-_MESSAGES = {
+_MEANINGS = {
     "invalid auth token": (ErrorKind.TOKEN, "our token has expired"),
     "revision of auth store is old": (ErrorKind.TOKEN, "users or roles have changed since our token was issued"),
     "authentication is not enabled": (ErrorKind.AUTH_DISABLED, "it does not require a password"),
@@ -57,7 +57,7 @@ _GRPC_ADDITIONS = re.compile(r"^[A-Z_]+: |ipv[46]:\S+: |Failed to connect to rem
 
 def classify(code: str, details: str, where: str, key: str) -> ClassifiedError:
     """`code` is the name of a gRPC status code, `where` an endpoint, `key` what the request was about."""
-    for words, (kind, meaning) in _MESSAGES.items():
+    for words, (kind, meaning) in _MEANINGS.items():
         if words in details:
             return ClassifiedError(kind, f"etcd at {where}: {meaning.format(key=key)}")
     if code == "UNIMPLEMENTED":
