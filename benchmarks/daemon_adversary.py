@@ -160,7 +160,7 @@ class Adversary:
             prefix, record = records[3]
             return self._put(prefix + job, record.to_json())
         if how == "path":
-            named: dict[str, Any] = {record.NAMED_BY: name}
+            named: dict[str, Any] = {record.FIELD_IN_KEY: name}
             return self._put(prefix + name, replace(record, **named).to_json())
         return self._put(f"{prefix}evil", record.to_json() if how == "another" else self.rng.choice(_GARBAGE))
 

@@ -26,7 +26,7 @@ from unittest.mock import patch
 from benchmarks.history import breaches
 from elasticd_agent.job import state_machine
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.messages import Action, Event, Phase, RoundPublished, Running, StepRules
+from elasticd_agent.model.messages import Action, Event, Phase, RoundPublished, Running, StateMachineRules
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous import member as member_module
 from elasticd_agent.rendezvous.member import RendezvousMember
@@ -202,7 +202,7 @@ def _registers_first(replace_: Replace) -> None:
 def _trains_on_without_a_place(replace_: Replace) -> None:
     step = state_machine.step
 
-    def ignore(phase: Phase, event: Event, rules: StepRules) -> tuple[Phase, list[Action]]:
+    def ignore(phase: Phase, event: Event, rules: StateMachineRules) -> tuple[Phase, list[Action]]:
         round = event.round if isinstance(event, RoundPublished) and isinstance(phase, Running) else None
         if round is not None and not round.terminal and round.member(rules.node) is None:
             return phase, []

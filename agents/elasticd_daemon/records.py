@@ -48,8 +48,8 @@ class _NamedDocument(Document):
     __slots__ = ()
 
     def check(self) -> None:
-        name = getattr(self, self.NAMED_BY)
-        _check_name("job id" if self.NAMED_BY == "job" else self.NAMED_BY, name)
+        name = getattr(self, self.FIELD_IN_KEY)
+        _check_name("job id" if self.FIELD_IN_KEY == "job" else self.FIELD_IN_KEY, name)
         if getattr(self, "number", 1) < 1:
             raise WireError(f"{type(self).__name__} of {name!r}: it needs a number from 1")
 
@@ -64,7 +64,7 @@ def _check_name(what: str, name: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Submission(_NamedDocument):
     MAX_BYTES: ClassVar[int] = 1 << 20
-    NAMED_BY: ClassVar[str] = "job"
+    FIELD_IN_KEY: ClassVar[str] = "job"
 
     job: str
     number: int  #: the position in the order of all submissions, and the token of its run
@@ -136,7 +136,7 @@ class Placement(_NamedDocument):
     """
 
     MAX_BYTES: ClassVar[int] = 2 << 20
-    NAMED_BY: ClassVar[str] = "job"
+    FIELD_IN_KEY: ClassVar[str] = "job"
     job: str
     number: int
     assignments: tuple[SlotAssignment, ...]
@@ -168,8 +168,8 @@ class RoundSummary(Record):
 class JobResult(_NamedDocument):
     """The end of a submitted job. The first node with the result creates it; then all other nodes stop the job."""
 
-    NAMED_BY: ClassVar[str] = "job"
-    FINAL: ClassVar[bool] = True
+    FIELD_IN_KEY: ClassVar[str] = "job"
+    NEVER_CHANGES: ClassVar[bool] = True
     job: str
     number: int
     outcome: JobOutcome
@@ -201,7 +201,7 @@ class NodeStatus(_NamedDocument):
     """An agent's report about its node, under a lease."""
 
     MAX_BYTES: ClassVar[int] = 2 << 20
-    NAMED_BY: ClassVar[str] = "node"
+    FIELD_IN_KEY: ClassVar[str] = "node"
     node: str
     incarnation: str
     slots: int
@@ -231,7 +231,7 @@ class NodeStatus(_NamedDocument):
 class KnownNode(_NamedDocument):
     """A node whose agent has registered and has not left. Under no lease; the scheduler notes in it its loss."""
 
-    NAMED_BY: ClassVar[str] = "node"
+    FIELD_IN_KEY: ClassVar[str] = "node"
     node: str
     address: str = ""
     lost_s: float | None = None
@@ -244,7 +244,7 @@ class KnownNode(_NamedDocument):
 class Cordon(_NamedDocument):
     """No new jobs for a node; with `drain`, its jobs leave it, too. It outlives every agent."""
 
-    NAMED_BY: ClassVar[str] = "node"
+    FIELD_IN_KEY: ClassVar[str] = "node"
     node: str
     drain: bool
     reason: str

@@ -12,7 +12,7 @@ import pytest
 from elasticd.errors import UsageError
 from elasticd_agent.config.run_model import RunModel
 from elasticd_agent.config.run_options import help_text, parse_run
-from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Streams
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, RunnerSettings, Streams
 from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 
 HERE = Path("/somewhere")
@@ -28,12 +28,12 @@ def job(command: str, **environ: str) -> JobSpec:
 
 def test_the_plainest_command() -> None:
     spec, policy, settings = parse("train.py --lr 0.1")
-    assert (spec.mode, spec.entrypoint, spec.args) == (Mode.SCRIPT, "train.py", ("--lr", "0.1"))
+    assert (spec.mode, spec.entrypoint, spec.args) == (EntrypointMode.SCRIPT, "train.py", ("--lr", "0.1"))
     assert (spec.min_workers, spec.max_workers, spec.role, spec.cwd) == (1, 1, "default", HERE)
     assert (spec.master_addr, spec.master_port, spec.redirects, spec.tee) == ("localhost", None, {}, {})
     assert policy == Policy()
     assert policy.max_restarts is None
-    assert settings == AgentSettings()
+    assert settings == RunnerSettings()
 
 
 def test_ids_are_random_unless_given() -> None:
@@ -48,9 +48,9 @@ def test_ids_are_random_unless_given() -> None:
 
 
 FIELDS = [
-    ("-m pkg.train", {"mode": Mode.MODULE, "entrypoint": "pkg.train"}),
-    ("--no-python ./job.sh a b", {"mode": Mode.EXEC, "entrypoint": "./job.sh", "args": ("a", "b")}),
-    ("--run-path --no-python /x/train.py", {"mode": Mode.SCRIPT}),
+    ("-m pkg.train", {"mode": EntrypointMode.MODULE, "entrypoint": "pkg.train"}),
+    ("--no-python ./job.sh a b", {"mode": EntrypointMode.EXEC, "entrypoint": "./job.sh", "args": ("a", "b")}),
+    ("--run-path --no-python /x/train.py", {"mode": EntrypointMode.SCRIPT}),
     ("--nproc-per-node 4 t.py", {"min_workers": 4, "max_workers": 4, "devices": ()}),
     ("--nproc_per_node=2:8 t.py", {"min_workers": 2, "max_workers": 8}),
     ("--nproc-per-node cpu t.py", {"max_workers": cpu_count()}),
@@ -90,7 +90,7 @@ def test_rules_and_presentation() -> None:
         "--metrics-addr :: t.py"
     )
     assert policy == Policy(max_restarts=5, max_restarts_per_hour=9, shutdown_timeout_s=3.0)
-    assert settings == AgentSettings(HERE / "e.jsonl", 9401, "::")
+    assert settings == RunnerSettings(HERE / "e.jsonl", 9401, "::")
 
 
 def test_how_long_a_group_may_be_quiet() -> None:
@@ -123,7 +123,7 @@ def test_evidence_has_its_time_however_soon_hangs_are_seen(floor: str, given: st
 def test_the_environment_stands_in() -> None:
     variables = {"PET_NPROC_PER_NODE": "3", "PET_STANDALONE": "1", "PET_MODULE": "0", "PET_MAX_RESTARTS": "0"}
     spec, policy, _ = parse("t.py", PYTHON_EXEC="/opt/python", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4", **variables)
-    assert (spec.max_workers, spec.mode, spec.python) == (3, Mode.SCRIPT, "/opt/python")
+    assert (spec.max_workers, spec.mode, spec.python) == (3, EntrypointMode.SCRIPT, "/opt/python")
     assert (policy.max_restarts, policy.shutdown_timeout_s) == (0, 4.0)
     assert job("--nproc-per-node 2 t.py", **variables).max_workers == 2
     assert parse("--shutdown-timeout 8 t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="no")[1].shutdown_timeout_s == 8.0

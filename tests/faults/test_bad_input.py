@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.model.job import REQUEUE
+from elasticd_agent.model.job import REQUEUE_EXIT_CODE
 from tests.etcd import Authority, EtcdServers, etcd_servers
 from tests.faults.conftest import StartJob
 from tests.faults.job import SCRIPTS, Job, until
@@ -36,7 +36,7 @@ def refused(agent: Job, *words: str, code: int = 2) -> None:
 
 
 def requeued(agent: Job, *words: str) -> None:
-    refused(agent, *words, code=REQUEUE)
+    refused(agent, *words, code=REQUEUE_EXIT_CODE)
 
 
 def start_node(job: StartJob, endpoint: str, *conf: str, backend: str = "etcd", local: bool = True) -> Job:

@@ -147,7 +147,7 @@ def _check_numbers(record: Record) -> None:
                 case tuple() as inner:
                     values += inner
                 case float() as value:
-                    assert record.FLOATS[0] <= value <= record.FLOATS[1], (record, one.name)
+                    assert record.FLOAT_RANGE[0] <= value <= record.FLOAT_RANGE[1], (record, one.name)
                 case int() as value:
                     assert LEAST_NUMBER <= value < 1 << 63, (record, one.name)
 

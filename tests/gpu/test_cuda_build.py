@@ -92,7 +92,7 @@ for _ in range(2):
     groups = transport.of_device(place)
     thread = threading.Thread(target=groups.interrupt)
     thread.start()
-    groups.leave(process_group.DefaultGroup(0, 1, place, created=True))
+    groups.leave(process_group.DefaultGroup(0, 1, place, created_by_join=True))
     thread.join()
 time.sleep(1)  # in which a watchdog would have ended the process
 threads = {open(f"/proc/self/task/{tid}/comm").read().strip() for tid in os.listdir("/proc/self/task")}

@@ -13,7 +13,7 @@ from typing import Any
 
 from elasticd_agent.hangs import verdict as hang
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail, HangReport, LaunchCount, RankReport
+from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail, HangReport, LaunchCount, RankReport
 
 WINDOW_S = 2.0
 COLUMNS: dict[str, tuple[str, type]] = {
@@ -125,7 +125,7 @@ def _rank(columns: list[str], words: list[str]) -> RankReport:
             fields |= {"io_bytes": int(float(value) * WINDOW_S * 1e6), "window_s": WINDOW_S}
         elif name == "pending":
             last = max(fields["collectives"], 0)
-            fields["groups"] = (GroupTail(DEFAULT_GROUP, last, int(value), backend="gloo", in_job=True),)
+            fields["groups"] = (GroupTail(DEFAULT_GROUP_NAME, last, int(value), backend="gloo", in_job=True),)
         elif name == "launched":  # 41/42, by NCCL's RAS; "," between communicators
             counts = [tuple(map(int, one.split("/"))) for one in value.split(",")]
             fields["launches"] = tuple(LaunchCount(f"c{at}", "AllReduce", *both) for at, both in enumerate(counts))

@@ -12,7 +12,7 @@ from elasticd.heartbeat import record as beat
 from elasticd_agent.hangs.observer import GroupObserver
 from elasticd_agent.hangs.verdict import Hang, judge, reason_to_suspect
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail, HangReport, RankReport
+from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail, HangReport, RankReport
 from elasticd_agent.system.processes.process_usage import TreeUsage
 
 NEVER_S = 1799.0
@@ -22,7 +22,7 @@ IDLE_S = 59.0
 
 
 def tail(last: int, pending: int = 0, kind: str = "all_reduce") -> tuple[GroupTail, ...]:
-    return (GroupTail(DEFAULT_GROUP, last, pending, ((last, kind),), "gloo"),)
+    return (GroupTail(DEFAULT_GROUP_NAME, last, pending, ((last, kind),), "gloo"),)
 
 
 WAITS = RankReport(

@@ -61,7 +61,7 @@ def test_evidence_comes_before_verdict() -> None:
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A, replace(B, gathered=False)], NOBODY, NOW) is None
     found = judge.turn(ROUND, [A, B], NOBODY, NOW + 0.1)
-    assert (found.culprits, found.cause, found.restarts) == ((("b", 1, 4),), "blocked", True)
+    assert (found.culprits, found.cause, found.kills_group) == ((("b", 1, 4),), "blocked", True)
     assert found.hung_s == 6.0
     assert judge.new_verdicts == [found]
 
@@ -158,7 +158,7 @@ def test_hang_lasts_as_long_as_no_running_rank_made_progress() -> None:
 def test_on_hang_report() -> None:
     judge = HangJudge(replace(POLICY, on_hang="report"))
     assert judge.turn(ROUND, [A, B], NOBODY, NOW) is None
-    assert [judged.restarts for judged in judge.new_verdicts] == [False]
+    assert [judged.kills_group for judged in judge.new_verdicts] == [False]
 
 
 @pytest.mark.parametrize(
@@ -228,9 +228,9 @@ def test_weak_hang_is_reported_once_and_then_ended() -> None:
         return judge.turn(ROUND, [replace(r, ranks=(replace(r.ranks[0], idle_s=idle_s),)) for r in (A, B)], NOBODY, NOW)
 
     assert [turn(idle_s) for idle_s in (59.0, 61.0, 62.0, 1000.0)] == [None] * 4
-    assert [one.restarts for one in judge.new_verdicts] == [False]
+    assert [one.kills_group for one in judge.new_verdicts] == [False]
     assert turn(1804.0) is not None
-    assert [one.restarts for one in judge.new_verdicts] == [False, True]
+    assert [one.kills_group for one in judge.new_verdicts] == [False, True]
 
 
 def test_group_that_resumes_is_not_overdue() -> None:
@@ -246,4 +246,4 @@ def test_group_that_resumes_is_not_overdue() -> None:
     assert [turn(at, traced=False, idle_s=0.3) for at in (0.25, 0.5, 5.0)] == [None] * 3
     judge.new_verdicts.clear()
     assert turn(5.5, traced=False, idle_s=0.3) is None, "it trains"
-    assert [one.restarts for one in judge.new_verdicts] == [False], "it steps and steps while the other waits"
+    assert [one.kills_group for one in judge.new_verdicts] == [False], "it steps and steps while the other waits"

@@ -9,13 +9,13 @@ import pytest
 from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.recordings import Recording, parse
-from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail, RankReport
+from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail, RankReport
 
 WAITS = RankReport(
     0, 0, "step", 9, 20, idle_s=6, alive_s=0.1, state="S", where="collective", function="all_reduce", alone=True
 )
 EXITED = replace(WAITS, exited=True, where="", collectives=19)
-D, G, H = DEFAULT_GROUP, "group 1", "group 2"
+D, G, H = DEFAULT_GROUP_NAME, "group 1", "group 2"
 
 
 def gloo(group: str, last: int, pending: int, kind: str) -> GroupTail:

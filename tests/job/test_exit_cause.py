@@ -27,7 +27,7 @@ GLOO = (
 
 
 def ended(code: int, words: ExitReport | None) -> WorkerExited:
-    return WorkerExited(1, 0, 0, 0, ExitStatus.of(code), words, 0.0)
+    return WorkerExited(1, 0, 0, 0, ExitStatus.from_returncode(code), words, 0.0)
 
 
 def out_of_memory() -> WorkerExited:

@@ -159,7 +159,9 @@ class History(World):
     def exits(self, r: Round, rank: int, code: int, words: ExitReport | None, late: float) -> None:
         slot = next(slot for rk, _, _, slot in r.assignments() if rk == rank)
         late += self.delay()
-        self.later(WorkerExited(r.number, rank, rank, slot, ExitStatus.of(code), words, self.now + late), late)
+        self.later(
+            WorkerExited(r.number, rank, rank, slot, ExitStatus.from_returncode(code), words, self.now + late), late
+        )
 
     def ends(self, action: KillGroup | StopGroup) -> None:
         r = self.started[-1]

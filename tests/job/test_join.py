@@ -13,7 +13,7 @@ import pytest
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.job import join
 from elasticd_agent.job.join import OwnAddress, ensure_directory_id, wait_for_route
-from elasticd_agent.model.job import JobSpec, Mode, Rendezvous
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Rendezvous
 
 
 def test_a_resolver_or_a_route_that_is_away_does_not_cost_the_node() -> None:
@@ -35,7 +35,7 @@ def test_a_resolver_or_a_route_that_is_away_does_not_cost_the_node() -> None:
 
 def spec(host: str) -> JobSpec:
     where = Rendezvous("c10d", ((host, 29400),), max_nodes=2)
-    return JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), Path(), "job", "0", rendezvous=where)
+    return JobSpec(sys.executable, EntrypointMode.SCRIPT, "train.py", (), Path(), "job", "0", rendezvous=where)
 
 
 def test_name_that_becomes_known_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.job.join import NodeName, claim_node_name
-from elasticd_agent.model.job import JobSpec, Mode, Rendezvous
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Rendezvous
 
 HOST = socket.gethostname()
 WHERE = Rendezvous("etcd", (("store.example", 2379),), max_nodes=2)
@@ -21,7 +21,7 @@ ALONE = Rendezvous()
 
 def spec(where: Rendezvous = WHERE, node: str | None = None, job: str = "names", run: str = "0") -> JobSpec:
     where = replace(where, node=node)
-    return JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), Path(), job, run, rendezvous=where)
+    return JobSpec(sys.executable, EntrypointMode.SCRIPT, "train.py", (), Path(), job, run, rendezvous=where)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from elasticd_agent.model.messages import (
     FaultDetected,
     FirstStep,
     RoundPublished,
-    StepRules,
+    StateMachineRules,
     StopRequested,
     StoreExited,
 )
@@ -109,8 +109,8 @@ def test_a_leaving_node_does_not_end_the_job(start: StartReporter) -> None:
     """The log of a drained node must not report that the job stopped, which continues on other nodes."""
     flags = "--rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm --nproc-per-node 1 "
     written: list[LogEvent] = []
-    leaving = StepRules("a", 0.5, 30.0, leave_on_stop=True, leave_grace_s=60.0)
-    for nnodes, rules, within in (("1:2", leaving, 60.0), ("1", StepRules("a", 0.5, 30.0), 30.0)):
+    leaving = StateMachineRules("a", 0.5, 30.0, leave_on_stop=True, leave_grace_s=60.0)
+    for nnodes, rules, within in (("1:2", leaving, 60.0), ("1", StateMachineRules("a", 0.5, 30.0), 30.0)):
         reporter = start(f"{flags} --nnodes {nnodes}", written)
         reporter.on(StopStarted(StopRequested("SIGTERM", 143, 1.0, "drained: a fan"), rules), 1.0)
         without = Round(2, (Member("b", "x", (0,)),), cause="resize")
@@ -147,7 +147,7 @@ def test_the_end_of_the_workers_store_is_an_event(start: StartReporter) -> None:
     reporter = start("--nproc-per-node 1", written)
     reporter.on(RoundPublished(Round(1, ALONE, cause="start")), 1.0)
     reporter.on(GroupStarted(1, [10], 11, True), 1.0)
-    reporter.on(StoreExited(1, "was killed by SIGKILL", 2.0, ExitStatus.of(-9)), 2.0)
+    reporter.on(StoreExited(1, "was killed by SIGKILL", 2.0, ExitStatus.from_returncode(-9)), 2.0)
     assert isinstance(written[-1], events.StoreExitedEvent)
     assert (written[-1].pid, written[-1].exit_code, written[-1].signal) == (11, None, 9)
 

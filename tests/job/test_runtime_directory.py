@@ -14,7 +14,7 @@ import pytest
 from elasticd_agent.job import run
 from elasticd_agent.job.run import remove_stale_directories, runtime_directory
 from elasticd_agent.job.worker_setup import WorkerSetup
-from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, Rendezvous
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.logs import JobLogs
@@ -126,8 +126,8 @@ def test_workers_ahead_have_a_place_that_the_job_can_give(tmp_path: Path) -> Non
 
     def places(slots: tuple[int, ...], round: Round, most: int, nodes: int) -> list[tuple[str, ...]]:
         meet = Rendezvous("etcd", (("h", 1),), max_nodes=nodes) if nodes > 1 else Rendezvous()
-        spec = JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), tmp_path, "j", "r", max_workers=most, spares=1,
-                       log_dir=Path(os.devnull), rendezvous=meet)  # fmt: skip
+        spec = JobSpec(sys.executable, EntrypointMode.SCRIPT, "train.py", (), tmp_path, "j", "r", max_workers=most,
+                       spares=1, log_dir=Path(os.devnull), rendezvous=meet)  # fmt: skip
         outlet = NonBlockingWriter(2)
         logs = JobLogs(spec, tmp_path, outlet, outlet, print)
         files = WorkerSetup(spec, Policy(), "a", tmp_path, logs, gpus=False, cpus={})
@@ -145,7 +145,7 @@ def test_workers_ahead_have_a_place_that_the_job_can_give(tmp_path: Path) -> Non
 
 def test_files_of_older_rounds_are_removed(tmp_path: Path) -> None:
     """A flight recording has 0.9 MB, and this is memory."""
-    spec = JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), tmp_path, "j", "r", log_dir=Path(os.devnull))
+    spec = JobSpec(sys.executable, EntrypointMode.SCRIPT, "train.py", (), tmp_path, "j", "r", log_dir=Path(os.devnull))
     outlet = NonBlockingWriter(2)
     files = WorkerSetup(
         spec, Policy(), "n1", tmp_path, JobLogs(spec, tmp_path, outlet, outlet, print), gpus=False, cpus={}

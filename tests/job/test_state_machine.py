@@ -37,7 +37,7 @@ from elasticd_agent.model.messages import (
     Settling,
     StartFailed,
     StartGroup,
-    StepRules,
+    StateMachineRules,
     StopForced,
     StopGroup,
     Stopping,
@@ -48,7 +48,7 @@ from elasticd_agent.model.messages import (
 )
 from elasticd_agent.model.records import Failure, Member, QuarantinedSlot, Round
 
-RULES = StepRules("a", user_error_wait_s=0.5, shutdown_timeout_s=30.0)
+RULES = StateMachineRules("a", user_error_wait_s=0.5, shutdown_timeout_s=30.0)
 HERE = (Member("a", "i", (4, 5)),)
 R3 = Round(3, HERE, reason="three")
 R4 = Round(4, HERE, reason="four")
@@ -61,7 +61,7 @@ ECHO = ExitReport("exception", "RuntimeError", "[gloo/transport/tcp/pair.cc:537]
 
 
 def exited(rank: int, code: int, words: ExitReport | None = None, number: int = 3, at: float = 10.0) -> WorkerExited:
-    return WorkerExited(number, rank, rank, 4 + rank, ExitStatus.of(code), words, at)
+    return WorkerExited(number, rank, rank, 4 + rank, ExitStatus.from_returncode(code), words, at)
 
 
 DONE0 = exited(0, 0)
@@ -71,7 +71,7 @@ PHASES: list[Phase] = [
     Joining(3),
     Joining(3, STOP),
     Running(R3),
-    Running(R3, (DONE0,), first_step=True),
+    Running(R3, (DONE0,), has_stepped=True),
     Settling(R3, (RAISED0,), 10.5),
     Settling(R3, (exited(0, 1, ECHO),), 13.0),
     Stopping(R3),
@@ -197,7 +197,7 @@ def test_workers_are_kept_for_the_next_round_of_their_node_only() -> None:
     ):
         _, (kill,) = step(phase, RoundPublished(then), RULES)
         assert isinstance(kill, KillGroup)
-        assert (kill.keep, kill.hung) == (keep, slots)
+        assert (kill.keep, kill.hung_slots) == (keep, slots)
 
 
 def test_after_a_stop_only_the_end_of_the_job_is_still_taken_in() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Tls
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, Rendezvous, Tls
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"slot_strikes": 5}, "slot_strikes 5 must not exceed no_progress_limit 3, .* lower it by 2"),
@@ -63,8 +63,8 @@ def test_hang_floor_is_the_least_deadline() -> None:
 
 
 def test_quarantine_doubles_up_to_an_hour() -> None:
-    assert [Policy().cooloff_s(times) for times in (1, 2, 3, 7, 99)] == [60, 120, 240, 3600, 3600]
-    assert Policy(slot_cooloff_s=7200).cooloff_s(2) == 7200
+    assert [Policy().slot_quarantine_s(times) for times in (1, 2, 3, 7, 99)] == [60, 120, 240, 3600, 3600]
+    assert Policy(slot_cooloff_s=7200).slot_quarantine_s(2) == 7200
 
 
 H = (("h", 1),)
@@ -95,4 +95,4 @@ def test_client_certificate_is_two_files() -> None:
 
 def test_swapped_worker_bounds_are_refused() -> None:
     with pytest.raises(UsageError, match="write 2:4"):
-        JobSpec("python", Mode.SCRIPT, "t.py", (), Path("/"), "job", "run", min_workers=4, max_workers=2)
+        JobSpec("python", EntrypointMode.SCRIPT, "t.py", (), Path("/"), "job", "run", min_workers=4, max_workers=2)

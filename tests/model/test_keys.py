@@ -10,7 +10,7 @@ import pytest
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
-from elasticd_agent.model.keys import COMPRESSED_FROM, Keys, decode_record, encode_record
+from elasticd_agent.model.keys import COMPRESSED_FROM_BYTES, Keys, decode_record, encode_record
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_daemon.records import JobResult, NodeStatus, Submission
@@ -32,7 +32,7 @@ def test_long_record_is_compressed() -> None:
     )
     assert encode_record(few) == few.to_json()
     assert len(encode_record(many)) < len(many.to_json()) / 4
-    assert len(few.to_json()) < COMPRESSED_FROM
+    assert len(few.to_json()) < COMPRESSED_FROM_BYTES
     for round in (few, many):
         assert decode_record(Round, "/x/round", encode_record(round)) == round
         assert decode_record(Round, "/x/round", round.to_json()) == round

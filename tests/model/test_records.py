@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elasticd.errors import WireError
 from elasticd_agent.hangs.explain import model as _explain_model  # noqa: F401 - its records are checked, too
 from elasticd_agent.model.codec import Document, Record
-from elasticd_agent.model.records import BudgetState, Failure, KnownMembers, Member, NodeRecord, QuarantinedSlot, Round
+from elasticd_agent.model.records import BudgetState, Failure, Member, MemberCache, NodeRecord, QuarantinedSlot, Round
 from elasticd_agent.model.reports import HangReport, RankReport
 
 ROUND = Round(
@@ -202,13 +202,13 @@ doubtful = st.builds(Member, part_names, part_names, st.just((0,)), part_names, 
 )
 def test_known_members_change_no_round(lists: list[list[Member]], unknown: dict[str, Any], space: Any) -> None:
     """Whatever names and newer fields contain, a Round is the same with the members of the one before as without."""
-    known = KnownMembers()
+    known = MemberCache()
     for number, some in enumerate(lists, 1):
         round = Round(number, (Member("a", "i", (0,)), *(m for m in some if m.node != "a")), unknown=unknown)
         text = json.dumps(round.to_dict(), sort_keys=True, separators=space).encode()
         for given_text in (text, text.replace(b"[0]", b"[true]", 1), text[:-3], text):
             answers = []
-            for parse in (None, known.parse):
+            for parse in (None, known.parse_round):
                 with contextlib.suppress(WireError):
                     answers.append(Round.from_json(given_text, parse))
             assert answers in ([], [answers[0]] * 2 if answers else [])
@@ -244,19 +244,19 @@ def round_text(*members: str, more: str = '"number":1') -> bytes:
     ],
 )
 def test_doubtful_divisions_are_parsed_as_a_whole(first: bytes, second: bytes) -> None:
-    known = KnownMembers()
-    assert Round.from_json(first, known.parse) == Round.from_json(first)
+    known = MemberCache()
+    assert Round.from_json(first, known.parse_round) == Round.from_json(first)
     answers = []
-    for parse in (known.parse, None):
+    for parse in (known.parse_round, None):
         with contextlib.suppress(WireError):
             answers.append(Round.from_json(second, parse))
     assert len(answers) in (0, 2) and answers[:1] == answers[1:]
 
 
 def test_known_member_is_the_same_object() -> None:
-    known = KnownMembers()
-    before = Round.from_json(ROUND.to_json(), known.parse)
-    after = Round.from_json(dataclasses.replace(ROUND, number=8).to_json(), known.parse)
+    known = MemberCache()
+    before = Round.from_json(ROUND.to_json(), known.parse_round)
+    after = Round.from_json(dataclasses.replace(ROUND, number=8).to_json(), known.parse_round)
     assert before == ROUND and after.members[1] is before.members[1]
 
 
@@ -276,7 +276,7 @@ def test_default_of_every_number_can_be_read() -> None:
         f"{record.__name__}.{field.name}"
         for record in _subclasses(Record)
         for field in dataclasses.fields(record)
-        if isinstance(field.default, float) and not record.FLOATS[0] <= field.default <= record.FLOATS[1]
+        if isinstance(field.default, float) and not record.FLOAT_RANGE[0] <= field.default <= record.FLOAT_RANGE[1]
     ]
     assert wrong == []
     assert HangReport.from_json(HangReport(1, "a", (RankReport(0, 0),)).to_json()).restart_s == -1.0

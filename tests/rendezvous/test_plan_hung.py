@@ -71,14 +71,14 @@ def test_second_hang_quarantines_the_slot_for_longer() -> None:
     job.hang(("b", 1))
     said = job.hang(("b", 1))
     assert job.slots() == {"a": BOTH, "b": (0,), "c": BOTH}
-    first_s = POLICY.cooloff_s(1)
+    first_s = POLICY.slot_quarantine_s(1)
     assert f"slot 1 of b quarantined for {first_s:g} s after 2 hangs" in said
     job.hang(("a", 0), after_s=first_s + 1)
     assert job.slots()["b"] == BOTH, "tried again at the next restart after its cool-off"
     job.hang(("b", 1))
     (bench,) = (b for b in job.round.quarantined_slots if (b.node, b.slot) == ("b", 1))
-    assert (bench.times, bench.left_s) == (2, POLICY.cooloff_s(2))
-    assert POLICY.cooloff_s(2) > first_s
+    assert (bench.times, bench.left_s) == (2, POLICY.slot_quarantine_s(2))
+    assert POLICY.slot_quarantine_s(2) > first_s
 
 
 def test_node_with_all_slots_quarantined_is_left_out() -> None:
@@ -87,7 +87,7 @@ def test_node_with_all_slots_quarantined_is_left_out() -> None:
         job.hang(("b", slot))
     assert job.slots() == {"a": BOTH, "c": BOTH}
     assert {(b.node, b.slot) for b in job.round.quarantined_slots if b.left_s} == {("b", 0), ("b", 1)}
-    job.hang(("a", 0), after_s=POLICY.cooloff_s(1) + 1)
+    job.hang(("a", 0), after_s=POLICY.slot_quarantine_s(1) + 1)
     assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}, "after its cool-off it is one like any other"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd_agent.model.records import Member, NodeRecord, Round, StoreLife, life_term
+from elasticd_agent.model.records import Member, NodeRecord, Round, StoreLife, store_term
 from elasticd_agent.rendezvous.probe import ProbeAlive
 from elasticd_agent.rendezvous.succession import Succession
 from elasticd_agent.rendezvous.takeover import choose_store, deputies
@@ -14,7 +14,7 @@ from elasticd_agent.rendezvous.view import Wait
 
 
 def life(count: int, host: str) -> StoreLife:
-    return StoreLife(life_term(count, host), f"{host}:1", f"{host}:2")
+    return StoreLife(store_term(count, host), f"{host}:1", f"{host}:2")
 
 
 FIRST, SECOND = life(0, "a"), life(1, "b")
@@ -65,7 +65,7 @@ def test_host_with_too_few_members_waits_for_those_who_have_lost_an_earlier_stor
 @pytest.mark.parametrize(("life", "hosts"), [(FIRST, False), (SECOND, True)])
 def test_store_that_a_member_follows_and_nobody_reaches(life: StoreLife, hosts: bool) -> None:
     """The next one is of a later term still, or that member would not come."""
-    lost = StoreLife(life_term(2, "d"), "d:1", "d:2")
+    lost = StoreLife(store_term(2, "d"), "d:1", "d:2")
     told = {"c": ProbeAlive("c", "c", lost, True, False)}
     assert choose_store("b", round_of("abc"), life, hosts, False, told, ()) == 3
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from elasticd_agent.model.records import Member, NodeRecord, Round, StoreLife, life_term
+from elasticd_agent.model.records import Member, NodeRecord, Round, StoreLife, store_term
 from elasticd_agent.rendezvous.probe import ProbeAlive
 from elasticd_agent.rendezvous.succession import Succession
 from elasticd_agent.rendezvous.takeover import choose_store
@@ -35,7 +35,7 @@ def key(round: Round) -> Key:
 
 
 def life_of(count: int, name: str) -> StoreLife:
-    return StoreLife(life_term(count, name), f"{name}:1", f"{name}:2")
+    return StoreLife(store_term(count, name), f"{name}:1", f"{name}:2")
 
 
 @dataclass

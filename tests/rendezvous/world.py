@@ -25,7 +25,7 @@ from elasticd_agent.model.messages import (
     RoundPublished,
     SetTimer,
     StartGroup,
-    StepRules,
+    StateMachineRules,
     StopForced,
     StopGroup,
     StopRequested,
@@ -53,7 +53,7 @@ class World:
         """`plain`: each round counts its steps from 1, as those of a script without a Session."""
         self.now = now
         self.policy = policy
-        self.rules = StepRules(NODE, policy.user_error_wait_s, policy.shutdown_timeout_s)
+        self.rules = StateMachineRules(NODE, policy.user_error_wait_s, policy.shutdown_timeout_s)
         self.phase: Phase = Joining()
         node = NodeRecord(NODE, "i1", "127.0.0.1", slots)
         self.view = View(None, (PresentNode(node, now),), asked, first_round_number=first_round_number)

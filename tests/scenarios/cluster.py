@@ -26,7 +26,6 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import (
     Action,
-    AheadRequested,
     Event,
     ExitReport,
     ExitStatus,
@@ -37,21 +36,22 @@ from elasticd_agent.model.messages import (
     GroupEnded,
     HangReportRequested,
     Joining,
+    JoinRejected,
     KillGroup,
     LeaderNotice,
     Leave,
     MasterKnown,
     Notice,
     PauseRequested,
-    Rejected,
     ReportDone,
     ReportFailure,
     ReportLeaving,
     RoundPublished,
     Running,
     SetTimer,
+    StartAheadRequested,
     StartGroup,
-    StepRules,
+    StateMachineRules,
     StopGroup,
     StopRequested,
     StoreAvailability,
@@ -184,7 +184,7 @@ class Cluster:
             log,
             take_over=self._take_over(store, record, log),
         )
-        rules = StepRules(name, 0.5, 30.0, incarnation=incarnation, multi_node=True, leave_on_stop=True)
+        rules = StateMachineRules(name, 0.5, 30.0, incarnation=incarnation, multi_node=True, leave_on_stop=True)
         slots = Slots(name, record.slots, self.asked.min_workers)
         node = Node(label, name, incarnation, rules, member, store, away, slots, due=self.now)
         member.set_wake(lambda: self._hinted(node))
@@ -416,7 +416,7 @@ class Cluster:
                 node.pause_round = number if on else 0
                 if on and self.can_pause:
                     self._at(STEP_S, lambda: self._hold(node, number))
-            case AheadRequested(number):
+            case StartAheadRequested(number):
                 self._start_ahead(node, set(node.slots.usable) - node.at_entry, number)
             case HangReportRequested(number, on):
                 node.suspicion.report_requested(number, on)
@@ -433,7 +433,7 @@ class Cluster:
                 self.tell(node.label, f"counts round {number} as ended by {cause}{whose}")
             case LeaderNotice():
                 pass
-            case Rejected(why):
+            case JoinRejected(why):
                 joining = isinstance(node.phase, Joining)
                 self._perform(node, Leave(1, why)) if joining else self.tell(node.label, f"rejected: {why}")
             case _:

@@ -10,7 +10,7 @@ from elasticd_agent.hangs.collector.record import RankEvidence
 from elasticd_agent.hangs.evidence import EvidenceTarget, GatheredEvidence
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.records import Round
-from elasticd_agent.model.reports import RankReport, Where
+from elasticd_agent.model.reports import RankReport, StackPlace
 from tests.scenarios.node import Node
 
 GATHER_S = 0.3
@@ -29,7 +29,7 @@ class FakeEvidence:
 
     def start_gathering(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
         self.gathered += 1
-        where: Where = "collective" if self.node.stuck in ("", "collective") else "elsewhere"
+        where: StackPlace = "collective" if self.node.stuck in ("", "collective") else "elsewhere"
         at = "all_reduce (ddp.py:12)" if where == "collective" else "next_batch (data.py:88)"
         ranks = tuple(
             RankEvidence(t.rank, where=where, function=at, stack=at, state="S", source="py-spy") for t in targets

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import decode_record
-from elasticd_agent.model.records import NodeRecord, Round, StoreLife, life_term
+from elasticd_agent.model.records import NodeRecord, Round, StoreLife, store_term
 from elasticd_agent.rendezvous.probe import Address
 from elasticd_agent.rendezvous.takeover import TakeOver
 from elasticd_agent.rendezvous.view import Requirements
@@ -46,7 +46,7 @@ class HostedStore(NodeStore):
         self.followed: dict[str, tuple[Callable[[str], None], list[Watch]]] = {}
         self.compares_one_key, self.standalone = True, False
         if label == ENDPOINT:
-            self.host(life_term(0, incarnation))
+            self.host(store_term(0, incarnation))
 
     @property
     def term(self) -> int:
@@ -144,7 +144,7 @@ class HostingCluster(Cluster):
         self.lives[term] = life
         if label == ENDPOINT:
             self.at_endpoint = life
-        if not StoreLife(term, "", "").count:  # an agent has started, and knows nothing
+        if not StoreLife(term, "", "").earlier_lives:  # an agent has started, and knows nothing
             self.history.forgotten.append(self.now)
         return life
 

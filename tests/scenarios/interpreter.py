@@ -108,7 +108,7 @@ def _happen(world: ScriptedWorld, verb: str, words: list[str]) -> None:
     elif verb == "saved":
         world.saved(number, int(rest[0]))
     elif verb == "step":
-        first = not (isinstance(world.phase, Running) and world.phase.first_step)
+        first = not (isinstance(world.phase, Running) and world.phase.has_stepped)
         world.trained(int(rest[0]))
         if first:
             world.feed(FirstStep(number, world.now))

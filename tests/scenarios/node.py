@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.job.slots import Slots
-from elasticd_agent.model.messages import Joining, Leave, Phase, StepRules
+from elasticd_agent.model.messages import Joining, Leave, Phase, StateMachineRules
 from elasticd_agent.model.records import Round, StoreLife
 from elasticd_agent.rendezvous.member import RendezvousMember
 from tests.scenarios.waystore import NodeStore
@@ -36,7 +36,7 @@ class Node:
     label: str
     name: str
     incarnation: str
-    rules: StepRules
+    rules: StateMachineRules
     member: RendezvousMember
     store: NodeStore
     partition: Partition

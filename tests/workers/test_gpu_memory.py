@@ -17,7 +17,7 @@ from unittest.mock import ANY
 import pytest
 
 from elasticd.heartbeat import record as beat
-from elasticd_agent.model.job import JobSpec, Mode
+from elasticd_agent.model.job import EntrypointMode, JobSpec
 from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.system.processes import procfs
@@ -315,7 +315,11 @@ class Node:
         (directory / "runtime").mkdir()
         script = directory / "script.py"
         script.write_text(ENTERING)
-        how = (Mode.SCRIPT, str(script), (str(directory / "ran"),)) if warm else (Mode.EXEC, "sleep", ("600",))
+        how = (
+            (EntrypointMode.SCRIPT, str(script), (str(directory / "ran"),))
+            if warm
+            else (EntrypointMode.EXEC, "sleep", ("600",))
+        )
         spec = JobSpec(sys.executable, *how, directory, job_id="job", run="1", max_workers=2)
         gpus = ("0", "1") if warm else ()
         owner = OwnerClient(directory / "runtime", inbox.put)

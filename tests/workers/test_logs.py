@@ -17,7 +17,7 @@ from typing import IO, Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.model.job import JobSpec, Mode, Streams
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Streams
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_tail import LineFilter, LogTailer, TailedFile
 from elasticd_agent.workers.logs import LOCK, JobLogs, LogDirectory, WorkerFiles, highest_round
@@ -29,8 +29,8 @@ OUT = {0: Streams.OUT, 1: Streams.OUT}
 
 def spec(**given: Any) -> JobSpec:
     return JobSpec(
-        python=sys.executable, mode=Mode.SCRIPT, entrypoint="t.py", args=(), cwd=Path("/"), job_id="j", run="r",
-        max_workers=2, **given,
+        python=sys.executable, mode=EntrypointMode.SCRIPT, entrypoint="t.py", args=(), cwd=Path("/"), job_id="j",
+        run="r", max_workers=2, **given,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import pytest
 
 from elasticd.heartbeat import record as beat
-from elasticd_agent.model.job import JobSpec, Mode
+from elasticd_agent.model.job import EntrypointMode, JobSpec
 from elasticd_agent.model.messages import GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
@@ -104,7 +104,7 @@ def node(tmp_path: Path) -> Iterator[StartNode]:
         name: str,
         *args: str,
         host: str = "127.0.0.1",
-        mode: Mode = Mode.SCRIPT,
+        mode: EntrypointMode = EntrypointMode.SCRIPT,
         entrypoint: str | Path = SCRIPT,
         port: int | None = None,
         preload: Preload | None = None,
@@ -114,7 +114,7 @@ def node(tmp_path: Path) -> Iterator[StartNode]:
             sys.executable, mode, str(entrypoint), arguments, tmp_path, job_id="job", run="1", master_port=port
         )
         if preload is None:
-            preload = plan_preload(SCRIPT, (), ()) if mode is Mode.SCRIPT else Preload(cold=COLD)
+            preload = plan_preload(SCRIPT, (), ()) if mode is EntrypointMode.SCRIPT else Preload(cold=COLD)
         nodes.append(Node(name, tmp_path / name, spec, preload, host))
         return nodes[-1]
 
@@ -201,7 +201,7 @@ def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
 
 
 def test_store_of_cold_groups(node: StartNode) -> None:
-    how: dict[str, Any] = {"mode": Mode.EXEC, "entrypoint": "/bin/sh"}
+    how: dict[str, Any] = {"mode": EntrypointMode.EXEC, "entrypoint": "/bin/sh"}
     args = ("-c", "echo $MASTER_ADDR $MASTER_PORT; exec sleep 600")
     a, b = node("a", *args, host="::", **how), node("b", *args, **how)
     both = a_round(1, a=1, b=1)
@@ -224,7 +224,7 @@ def test_store_of_cold_groups(node: StartNode) -> None:
 
 
 def test_a_request_reaches_the_rank_it_is_meant_for_and_a_stop_stands(node: StartNode) -> None:
-    nodes = [node(name, "-c", "exec sleep 600", mode=Mode.EXEC, entrypoint="/bin/sh") for name in "ab"]
+    nodes = [node(name, "-c", "exec sleep 600", mode=EntrypointMode.EXEC, entrypoint="/bin/sh") for name in "ab"]
     for each in nodes:
         each.start(a_round(1, a=2, b=1), ("127.0.0.1", 1))  # nobody asks who listens there
         each.until(GroupStarted)

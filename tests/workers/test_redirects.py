@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.model.job import JobSpec, Mode, Streams
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Streams
 from elasticd_agent.workers.logs import STREAM_NAMES, OutputTarget, is_told_apart, keeps_files, line_prefix, plan_stream
 
 WORKERS = 2
@@ -27,8 +27,8 @@ CHOICES: list[Mapping[int, Streams]] = [
 
 def spec(**given: Any) -> JobSpec:
     return JobSpec(
-        python=sys.executable, mode=Mode.SCRIPT, entrypoint="t.py", args=(), cwd=Path("/"), job_id="j", run="r",
-        max_workers=WORKERS, **given,
+        python=sys.executable, mode=EntrypointMode.SCRIPT, entrypoint="t.py", args=(), cwd=Path("/"), job_id="j",
+        run="r", max_workers=WORKERS, **given,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
-from elasticd_agent.model.job import INTERRUPTED, REQUEUE
+from elasticd_agent.model.job import INTERRUPTED_EXIT_CODE, REQUEUE_EXIT_CODE
 from elasticd_agent.model.phrases import did_you_mean
 
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
 
 
 def _dispatch(argv: Sequence[str] | None) -> int:
@@ -114,7 +114,9 @@ def _dispatch(argv: Sequence[str] | None) -> int:
         if entry := _HIDDEN_COMMANDS.get(command) or (COMMANDS[command].entry_point if command in COMMANDS else ""):
             return _load_entry_point(entry)(rest)
     except (UsageError, StoreUnavailable) as error:
-        return _print_error(f"elasticd {command}", str(error), REQUEUE if isinstance(error, StoreUnavailable) else 2)
+        return _print_error(
+            f"elasticd {command}", str(error), REQUEUE_EXIT_CODE if isinstance(error, StoreUnavailable) else 2
+        )
     known = f"there are {', '.join(COMMANDS)}, as in: elasticd run train.py"
     return _print_error("elasticd", f"unknown command {command!r}; {did_you_mean(command, COMMANDS, known)}")
 

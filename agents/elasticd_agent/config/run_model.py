@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticd.errors import UsageError
-from elasticd_agent.model.job import AgentSettings, JobSpec, Policy, option_name
+from elasticd_agent.model.job import JobSpec, Policy, RunnerSettings, option_name
 
 POLICY_FIELDS: Mapping[str, str] = {option_name(field.name): field.name for field in fields(Policy)}
 """The field of Policy by option, which flags and keys spell with underscores."""
@@ -24,7 +24,7 @@ class RunModel(NamedTuple):
 
     spec: JobSpec
     policy: Policy
-    settings: AgentSettings
+    settings: RunnerSettings
 
 
 def job_id_prefix(entrypoint: str, module: bool) -> str:

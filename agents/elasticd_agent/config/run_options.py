@@ -31,7 +31,7 @@ from elasticd_agent.config.quantities import parse_count_range
 from elasticd_agent.config.rendezvous_options import RendezvousOptions, read_rendezvous
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, job_id_prefix, policy_with, preloaded_modules
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
-from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Streams
+from elasticd_agent.model.job import EntrypointMode, JobSpec, RunnerSettings, Streams
 from elasticd_agent.model.phrases import did_you_mean
 from elasticd_agent.system.durations import parse_duration
 from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
@@ -102,7 +102,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
     given = {field: getattr(parsed, option, None) for option, field in POLICY_FIELDS.items()}
     given |= {"shutdown_timeout_s": _shutdown_timeout_s(parsed, environ), **options.policy_fields}
     policy = policy_with({field: value for field, value in given.items() if value is not None})
-    settings = AgentSettings(
+    settings = RunnerSettings(
         event_log=_absolute_path(parsed.event_log, cwd),
         metrics_port=parsed.metrics_port,
         metrics_addr=parsed.metrics_addr,
@@ -250,7 +250,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
     )
 
 
-def _check_integration(parsed: argparse.Namespace, mode: Mode, world_size_varies: bool) -> None:
+def _check_integration(parsed: argparse.Namespace, mode: EntrypointMode, world_size_varies: bool) -> None:
     """Refuse what the callbacks' defaults cannot keep: the global batch follows from the number of ranks."""
     if parsed.checkpoint_dir is None:
         raise UsageError("--integrate auto needs --checkpoint-dir, where the callbacks save")
@@ -259,16 +259,18 @@ def _check_integration(parsed: argparse.Namespace, mode: Mode, world_size_varies
             "--integrate auto takes the global batch from the number of workers, and a range lets that change: give "
             "one number, or write the callback with global_batch= into the script (elasticd docs frameworks)"
         )
-    if mode is Mode.EXEC:
+    if mode is EntrypointMode.EXEC:
         raise UsageError("--integrate auto is for Python scripts, and --no-python starts a program")
 
 
-def _mode(parsed: argparse.Namespace) -> Mode:
+def _mode(parsed: argparse.Namespace) -> EntrypointMode:
     if parsed.run_path:
-        return Mode.SCRIPT
+        return EntrypointMode.SCRIPT
     if parsed.no_python and parsed.module:
         raise UsageError("--no-python and -m contradict each other: a module needs Python to run it")
-    return Mode.EXEC if parsed.no_python else Mode.MODULE if parsed.module else Mode.SCRIPT
+    return (
+        EntrypointMode.EXEC if parsed.no_python else EntrypointMode.MODULE if parsed.module else EntrypointMode.SCRIPT
+    )
 
 
 def _parse_nproc(text: str, environ: Mapping[str, str]) -> tuple[int, int]:

@@ -171,7 +171,7 @@ class HangDetector:
         if hang.round != self._round:
             return None
         culprits = tuple(RankLocation(*culprit) for culprit in hang.culprits)
-        action, hung_s = "restart" if hang.restarts else "report", round(hang.hung_s, 3)
+        action, hung_s = "restart" if hang.kills_group else "report", round(hang.hung_s, 3)
         verdict = RecordedVerdict(hang.round, hang.cause, culprits, hang.why, action, hung_s, time.time(), hang.reports)
         self.last_verdict, self.last_verdict_dir = verdict, self.evidence.directory_for(self._directory)
         self._write(VERDICT_FILE, verdict.to_json().decode() + "\n")

@@ -132,7 +132,7 @@ def failures(verdict: HangVerdict, node: str, high_water: int, checkpoint: tuple
             checkpoint=checkpoint,
             cause=verdict.cause,
             places=verdict.places,
-            hang_step=verdict.step,
+            hang_step=verdict.highest_step,
         )
         for where, places in (blamed or {node: []}).items()
     ]

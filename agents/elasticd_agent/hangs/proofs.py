@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from elasticd_agent.hangs.rank import RankState, describe_waits
 from elasticd_agent.hangs.recordings import comparable_kind
 from elasticd_agent.model.phrases import has_have
-from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
+from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail
 
 MOST_SHOWN = 3
 
@@ -43,7 +43,7 @@ class _PendingCollective:
     in_heartbeat_count: bool  #: true if the heartbeat counts it, too, where it is one of the default group
 
     def __str__(self) -> str:
-        return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"
+        return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP_NAME else ''}{self.group})"
 
 
 def prove(live: Sequence[RankState], exited: Sequence[RankState], *, all_ranks_known: bool = False) -> Proof | None:
@@ -138,7 +138,7 @@ def _tails(one: _PendingCollective, member: RankState) -> Iterator[GroupTail]:
 
 def _lacks(one: _PendingCollective, member: RankState) -> bool:
     """The member belongs to the group and has not issued it. Of one that has exited the default group is known."""
-    if member.report.exited and one.group == DEFAULT_GROUP:
+    if member.report.exited and one.group == DEFAULT_GROUP_NAME:
         return one.in_heartbeat_count and 0 <= member.report.collectives < one.number
     return any(tail.last < one.number for tail in _tails(one, member))
 
@@ -174,8 +174,10 @@ def _culprits(
         return odd
     for collective, _ in waits:
         skipped = [rank for rank in stuck if _lacks(collective, rank)]
-        beyond = [rank for rank in skipped if all(other.group == DEFAULT_GROUP for other in _pending_collectives(rank))]
-        if collective.group != DEFAULT_GROUP and skipped and skipped == beyond:
+        beyond = [
+            rank for rank in skipped if all(other.group == DEFAULT_GROUP_NAME for other in _pending_collectives(rank))
+        ]
+        if collective.group != DEFAULT_GROUP_NAME and skipped and skipped == beyond:
             return skipped  # their next collective is one of all ranks
     first, waiting = waits[0]
     lacking = [rank for rank in stuck if _lacks(first, rank)]

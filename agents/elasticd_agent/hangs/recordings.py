@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
+from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail
 
 Deviation = Literal["", "skipped", "other"]
 """A difference of a rank's last collectives from their usual order: none, one that was left out, another one."""
@@ -173,7 +173,7 @@ def _listed_groups(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
         for entry in (config.values() if isinstance(config, dict) else ())
         if isinstance(entry, dict)
     }
-    return {group: (known, False) for group, known in members.items() if known and members.get(DEFAULT_GROUP)}
+    return {group: (known, False) for group, known in members.items() if known and members.get(DEFAULT_GROUP_NAME)}
 
 
 def _is_only_gloo(backend: object) -> bool:
@@ -211,7 +211,7 @@ def _group_name(entry: Mapping[str, Any]) -> str:
     if isinstance(names, list) and len(names) == 2:
         number, described = str(names[0]), str(names[1])
         if described == "default_pg" or number == "0":
-            return DEFAULT_GROUP
+            return DEFAULT_GROUP_NAME
         return f"group {number}" if described in ("", "undefined") else f"{described[:40]} (group {number})"
     return f"group {entry.get('pg_id', '?')}"
 

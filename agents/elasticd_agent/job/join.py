@@ -33,7 +33,7 @@ from typing import Any, cast
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.messages import Notice, Probed
+from elasticd_agent.model.messages import Notice, ProbeReceived
 from elasticd_agent.model.records import NO_NODE_RANK, NodeRecord
 from elasticd_agent.rendezvous.member import MemberThread, MemberThreadFailed, RendezvousMember, TurnResult
 from elasticd_agent.rendezvous.membership_client import JobTerms
@@ -132,7 +132,7 @@ def join_job(
     own, address = OwnAddress(lambda: workers_address(spec)), ""
     network = PeerNetwork()
     if multi_node:
-        server = ProbeServer(own.known, node, incarnation, answered=lambda: post(Probed()))
+        server = ProbeServer(own.known, node, incarnation, answered=lambda: post(ProbeReceived()))
         stack.callback(server.close)
         network = TcpPeerNetwork(server)
         stack.callback(network.close)

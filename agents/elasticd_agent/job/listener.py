@@ -9,7 +9,7 @@ from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.messages import (
     Event,
     LeaderNotice,
-    StepRules,
+    StateMachineRules,
     StopForced,
     StopRequested,
     StoreAvailability,
@@ -37,7 +37,7 @@ class StopStarted:
     """The node begins to leave, or the job to stop."""
 
     request: StopRequested | StopForced
-    rules: StepRules
+    rules: StateMachineRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class JobLoop:
         self,
         *,
         node: str,
-        rules: messages.StepRules,
+        rules: messages.StateMachineRules,
         rendezvous: RendezvousMember,
         turn_rendezvous: Callable[[float], TurnResult],
         address: Callable[[], str],
@@ -276,7 +276,7 @@ class JobLoop:
                     self._observe(now)  # a first step that the worker made comes before its exit
                 self._events.append(message)
             # --- the rendezvous
-            case messages.Probed():
+            case messages.ProbeReceived():
                 self._monitor.observe_eagerly(now)
             case messages.MasterKnown():
                 self._master = message
@@ -284,7 +284,7 @@ class JobLoop:
             case messages.PauseRequested(number, on):
                 self._pause = message if on else None  # its group may start later
                 self._request_pause(message)
-            case messages.AheadRequested(number):
+            case messages.StartAheadRequested(number):
                 self._ahead_of = number
                 self._start_node_ahead()
             case messages.HangReportRequested(number, on):
@@ -297,7 +297,7 @@ class JobLoop:
                     self._listener.log(f"round {number}: stacks and waiting ranks: elasticd explain {evidence}")
             case messages.StragglersFound() | messages.StoreAvailability() | messages.LeaderNotice():
                 self._listener.on(message, now)
-            case messages.Rejected(why):
+            case messages.JoinRejected(why):
                 if isinstance(self.phase, messages.Joining):
                     raise StoreRefused(why)
                 self._listener.log(why)
@@ -557,7 +557,7 @@ class JobLoop:
     def _may_release_ahead(self, round: Round) -> bool:
         """The round trains, or runs without this node."""
         if round.member(self.node) is not None:
-            return isinstance(self.phase, messages.Running) and self.phase.first_step
+            return isinstance(self.phase, messages.Running) and self.phase.has_stepped
         return isinstance(self.phase, messages.Joining) and not round.terminal
 
     def _release_ahead(self, round: Round) -> None:

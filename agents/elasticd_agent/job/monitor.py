@@ -168,7 +168,7 @@ class GroupMonitor:
             why = "it kept workers' processes, and has failed before its first step"
             self._listener.log(f"round {kill.number}: {why}: the next round has new processes")
             return Keep()
-        fit = (at for at, rank in enumerate(seen.ranks) if rank.slot not in kill.hung and rank.state != "T")
+        fit = (at for at, rank in enumerate(seen.ranks) if rank.slot not in kill.hung_slots and rank.state != "T")
         return Keep(tuple(fit), min(max(PARK_S, self._step_s), LONGEST_PARK_S), kill.why)
 
     def on_ending(self) -> None:

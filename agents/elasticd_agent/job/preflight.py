@@ -25,23 +25,23 @@ from pathlib import Path
 
 from elasticd.checkpointing.storage.object_url import missing_package_reason
 from elasticd.errors import UsageError
-from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Tls
+from elasticd_agent.model.job import EntrypointMode, JobSpec, RunnerSettings, Tls
 from elasticd_agent.store import tls as certificate_files
 
 
-def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) -> None:
+def check(spec: JobSpec, settings: RunnerSettings, environ: Mapping[str, str]) -> None:
     """Check everything that the job needs on this machine. Raises UsageError for the first obstacle."""
     path = environ.get("PATH")
     _check_workdir(spec.cwd)
-    if spec.mode is not Mode.EXEC and shutil.which(spec.python, path=path) is None:
+    if spec.mode is not EntrypointMode.EXEC and shutil.which(spec.python, path=path) is None:
         raise UsageError(f"the Python interpreter {spec.python!r} (PYTHON_EXEC) cannot be found or executed")
-    if spec.mode is Mode.SCRIPT:
+    if spec.mode is EntrypointMode.SCRIPT:
         _check_script(spec)
-    elif spec.mode is Mode.MODULE:
+    elif spec.mode is EntrypointMode.MODULE:
         _check_module(spec)
     else:
         _check_program(spec, path)
-    if spec.mode is not Mode.EXEC:
+    if spec.mode is not EntrypointMode.EXEC:
         _check_preloaded(spec, environ)
     _check_directory("--checkpoint-dir", spec.checkpoint_dir, read_only=True)
     if spec.checkpoint_dir is not None and (why := missing_package_reason(spec.checkpoint_dir)):
@@ -124,7 +124,7 @@ def _check_module(spec: JobSpec) -> None:
 def _check_preloaded(spec: JobSpec, environ: Mapping[str, str]) -> None:
     """Check the names of `--preload` before the modules ahead of them, such as torch, have been imported."""
     script = spec.cwd / spec.entrypoint
-    first = spec.cwd if spec.mode is Mode.MODULE else script if script.is_dir() else script.resolve().parent
+    first = spec.cwd if spec.mode is EntrypointMode.MODULE else script if script.is_dir() else script.resolve().parent
     folders = [str(first), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     for name in spec.preload:
         if not _module_may_exist(spec, name, folders):

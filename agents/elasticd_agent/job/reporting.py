@@ -21,7 +21,7 @@ from elasticd_agent.job.listener import JobEvent, JobLeft, PhaseChanged, SparesC
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.subject_reporters import HangReporter, JobContext, ProgressReporter, WorkerReporter
 from elasticd_agent.model import log_events as events
-from elasticd_agent.model.job import AgentSettings, JobSpec, Policy, Streams
+from elasticd_agent.model.job import JobSpec, Policy, RunnerSettings, Streams
 from elasticd_agent.model.log_events import TimeSplit
 from elasticd_agent.model.messages import (
     FaultDetected,
@@ -249,7 +249,7 @@ class Reporting(contextlib.ExitStack):
     control socket knows.
     """
 
-    def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
+    def __init__(self, spec: JobSpec, policy: Policy, settings: RunnerSettings, node: str, runtime: Path) -> None:
         super().__init__()
         self._settings = settings
         self._socket = runtime / SOCKET_NAME

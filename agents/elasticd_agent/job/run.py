@@ -48,8 +48,8 @@ from elasticd_agent.job.loop import JobLoop, Message, StraySignal
 from elasticd_agent.job.monitor import GroupMonitor
 from elasticd_agent.job.slots import Slots
 from elasticd_agent.job.worker_setup import WorkerSetup
-from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy
-from elasticd_agent.model.messages import StepRules, StopForced, StopRequested
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, RunnerSettings
+from elasticd_agent.model.messages import StateMachineRules, StopForced, StopRequested
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
 from elasticd_agent.system.files import remove_tree
@@ -81,7 +81,7 @@ _MAX_SHM_ENTRIES = 10_000
 class RunContext:
     """The differences between `elasticd run` (the defaults) and a runner of the daemon."""
 
-    make_reporting: Callable[[JobSpec, Policy, AgentSettings, str, Path], Reporting] | None = None
+    make_reporting: Callable[[JobSpec, Policy, RunnerSettings, str, Path], Reporting] | None = None
     kept_fds: tuple[int, ...] = ()  #: they stay open for as long as a process of the job is left
     pauses_before_stop: bool = False
     """A stop first requests a checkpoint at the next decision point, also where this node is the only one."""
@@ -91,7 +91,7 @@ class RunContext:
     has_private_code: bool = False  #: the process was started from a copy of the code that no upgrade changes
 
 
-def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext | None = None) -> int:
+def run_job(spec: JobSpec, policy: Policy, settings: RunnerSettings, context: RunContext | None = None) -> int:
     """Run the job to its end. Returns the exit code.
 
     Raises UsageError for an obstacle on this machine, StoreUnavailable if there was no way to the store at the start.
@@ -102,7 +102,7 @@ def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, context: Run
 
 
 def _run(
-    spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext, stack: contextlib.ExitStack
+    spec: JobSpec, policy: Policy, settings: RunnerSettings, context: RunContext, stack: contextlib.ExitStack
 ) -> int:
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     received = stack.enter_context(handled_signals(spec.signals, inbox, context.stop_reason))
@@ -160,7 +160,7 @@ def _run(
     setup = WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=bool(gpus), cpus=cpus)
     loop = JobLoop(
         node=node,
-        rules=StepRules(
+        rules=StateMachineRules(
             membership.node,
             policy.user_error_wait_s,
             policy.shutdown_timeout_s,
@@ -278,7 +278,7 @@ def use_private_code(runtime: Path) -> str:
 
 
 def _reporting(
-    spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext, node: str, runtime: Path
+    spec: JobSpec, policy: Policy, settings: RunnerSettings, context: RunContext, node: str, runtime: Path
 ) -> Reporting:
     if context.make_reporting is not None:
         return context.make_reporting(spec, policy, settings, node, runtime)
@@ -293,11 +293,11 @@ def preload_for(spec: JobSpec) -> Preload:
 
     A program that is no Python has nothing to keep warm and is started cold.
     """
-    if spec.mode is Mode.EXEC:
+    if spec.mode is EntrypointMode.EXEC:
         return Preload(cold="--no-python: there is no interpreter to keep warm")
-    script = script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd)
+    script = script_of(spec.mode is EntrypointMode.MODULE, spec.entrypoint, spec.cwd)
     listed = spec.base_environment(os.environ).get("PYTHONPATH", "").split(os.pathsep)
-    first = spec.cwd if spec.mode is Mode.MODULE or script is None else script.resolve().parent
+    first = spec.cwd if spec.mode is EntrypointMode.MODULE or script is None else script.resolve().parent
     plan = plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))
     package = package_of(spec.checkpoint_dir) if spec.checkpoint_dir is not None else None
     return replace(plan, modules=(*plan.modules, package)) if package else plan

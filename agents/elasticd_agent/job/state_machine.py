@@ -33,7 +33,7 @@ from elasticd_agent.job.exit_cause import (
     repeat_key,
     shareable_error,
 )
-from elasticd_agent.model.job import REQUEUE
+from elasticd_agent.model.job import REQUEUE_EXIT_CODE
 from elasticd_agent.model.messages import (
     Action,
     Ended,
@@ -59,7 +59,7 @@ from elasticd_agent.model.messages import (
     Settling,
     StartFailed,
     StartGroup,
-    StepRules,
+    StateMachineRules,
     StopForced,
     StopGroup,
     Stopping,
@@ -69,7 +69,7 @@ from elasticd_agent.model.messages import (
     TimerExpired,
     WorkerExited,
 )
-from elasticd_agent.model.records import SHARED_ERRORS, Failure, Round, same_error_wait_s
+from elasticd_agent.model.records import SHARED_ERROR_KINDS, Failure, Round, same_error_wait_s
 
 Transition = tuple[Phase, list[Action]]
 
@@ -102,7 +102,7 @@ TRANSITIONS: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
 }
 
 
-def step(phase: Phase, event: Event, rules: StepRules) -> Transition:
+def step(phase: Phase, event: Event, rules: StateMachineRules) -> Transition:
     """The phase after `event`, and the actions that follow, in this order.
 
     Raises AssertionError for a transition that TRANSITIONS does not allow: a defect of this module, never of the input.
@@ -113,7 +113,7 @@ def step(phase: Phase, event: Event, rules: StepRules) -> Transition:
     return after, actions
 
 
-def _step(phase: Phase, event: Event, rules: StepRules) -> Transition:
+def _step(phase: Phase, event: Event, rules: StateMachineRules) -> Transition:
     if isinstance(event, PeerLost):
         if not is_secondary(event.exit):
             return phase, []  # its own failure: it ends after a while
@@ -136,31 +136,31 @@ def _step(phase: Phase, event: Event, rules: StepRules) -> Transition:
             return phase, []
 
 
-def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
-    """The agent has no group and waits for a Round above `phase.past`."""
+def _joining(phase: Joining, event: Event, rules: StateMachineRules) -> Transition:
+    """The agent has no group and waits for a Round above `phase.past_round`."""
     match event:
-        case RoundPublished(r) if r.number > phase.past and r.terminal:
+        case RoundPublished(r) if r.number > phase.past_round and r.terminal:
             return _leave_after_final_round(r)
-        case RoundPublished(r) if r.number > phase.past and phase.stop is None:
+        case RoundPublished(r) if r.number > phase.past_round and phase.stop is None:
             return _enter_round(r, rules)
         case StoreAbandoned(why):
-            return _leave(phase.past, REQUEUE, why)
+            return _leave(phase.past_round, REQUEUE_EXIT_CODE, why)
         case StopRequested(_, code) if rules.leave_on_stop:
-            return _leave(phase.past, code, _stop_reason(event))
+            return _leave(phase.past_round, code, _stop_reason(event))
         case StopRequested(signal, code, at, why) if phase.stop is None:
             # The leader answers with the terminal Round; without an answer this node leaves at the deadline.
             until = at + rules.shutdown_timeout_s
-            return Joining(phase.past, PendingStop(signal, code, until, why)), [SetTimer(until)]
+            return Joining(phase.past_round, PendingStop(signal, code, until, why)), [SetTimer(until)]
         case StopForced(signal, code):
-            return _leave(phase.past, code, f"{signal} twice: leaving at once")
+            return _leave(phase.past_round, code, f"{signal} twice: leaving at once")
         case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:
             why = f"{phase.stop.signal}: leaving, no terminal round was published in time"
-            return _leave(phase.past, phase.stop.exit_code, why)
+            return _leave(phase.past_round, phase.stop.exit_code, why)
         case _:
             return phase, []
 
 
-def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
+def _running(phase: Running, event: Event, rules: StateMachineRules) -> Transition:
     """The group trains. It ends by itself (exits, its store, a lost owner), by a newer Round, or by a stop."""
     round_ = phase.round
     match event:
@@ -173,19 +173,19 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
         case StartFailed(number, why) if number == round_.number:
             return _fail(round_, rules, "start_failed", (), f"the group could not be started: {why}")
         case FirstStep(number) if number == round_.number:
-            return replace(phase, first_step=True), []
+            return replace(phase, has_stepped=True), []
         case GroupEnded(number) if number == round_.number:
             return _group_lost(round_, phase.exits, rules)
-        case StoreAbandoned(why, at, stuck=True):
-            return Stopping(round_, stop=PendingStop("", REQUEUE, at, why)), [KillGroup(round_.number, why)]
+        case StoreAbandoned(why, at, group_stuck=True):
+            return Stopping(round_, stop=PendingStop("", REQUEUE_EXIT_CODE, at, why)), [KillGroup(round_.number, why)]
         case StopRequested() if rules.leave_on_stop:
             return _request_leave(phase, event, rules)
         case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:
             reason = phase.stop.why or phase.stop.signal
             kill = KillGroup(round_.number, f"{reason}: no round without {rules.node} was published in time")
             return Stopping(round_, stop=phase.stop), [kill]
-        case TimerExpired(at) if phase.stop is not None and at >= phase.stop.soon_at:
-            stop = replace(phase.stop, soon_at=math.inf)
+        case TimerExpired(at) if phase.stop is not None and at >= phase.stop.report_soon_at:
+            stop = replace(phase.stop, report_soon_at=math.inf)
             return replace(phase, stop=stop), [_report_leaving(stop, rules, soon=True)]
         case StopRequested() | StopForced():
             return _stop_group(round_, event, rules)
@@ -193,7 +193,7 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
             return phase, []
 
 
-def _request_leave(phase: Running, event: StopRequested, rules: StepRules) -> Transition:
+def _request_leave(phase: Running, event: StopRequested, rules: StateMachineRules) -> Transition:
     """The other nodes continue without this one, from a checkpoint if they can pause at one.
 
     Where too few would remain they train on, since a replacement may come, and pause before this node's end.
@@ -206,11 +206,11 @@ def _request_leave(phase: Running, event: StopRequested, rules: StepRules) -> Tr
     return replace(phase, stop=stop), [_report_leaving(stop, rules), SetTimer(soon_at), SetTimer(until)]
 
 
-def _report_leaving(stop: PendingStop, rules: StepRules, soon: bool = False) -> ReportLeaving:
+def _report_leaving(stop: PendingStop, rules: StateMachineRules, soon: bool = False) -> ReportLeaving:
     return ReportLeaving(f"{rules.node} leaves: {stop.why or stop.signal}", stop.exit_code, soon)
 
 
-def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Transition:
+def _worker_exited(phase: Running, exit: WorkerExited, rules: StateMachineRules) -> Transition:
     round_, exits = phase.round, (*phase.exits, exit)
     if follows_peer_failure(exit) and phase.stop is None:
         wait_s = MULTI_NODE_EXIT_WAIT_S if len(round_.members) > 1 else ROOT_CAUSE_EXIT_WAIT_S
@@ -218,9 +218,9 @@ def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Tran
         return _await_root_cause(Settling(round_, exits, until), rules, [SetTimer(until)])
     if not exit.status.ok:
         error = shareable_error(exit)
-        if phase.first_step or phase.exits or phase.stop or error is None:
+        if phase.has_stepped or phase.exits or phase.stop or error is None:
             return _crash(round_, exit, rules, ended=phase.exits)
-        wait_s = same_error_wait_s(rules.user_error_wait_s, exit.ran_s, error, is_users=is_user_error(exit))
+        wait_s = same_error_wait_s(rules.user_error_wait_s, exit.ran_s, error, is_user_error=is_user_error(exit))
         until = exit.at + wait_s
         return _await_shared_error(Settling(round_, exits, until), rules, [SetTimer(until)])
     if len(exits) < _local_world_size(round_, rules):
@@ -228,7 +228,7 @@ def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Tran
     return Stopping(round_), [ReportDone(round_.number)]
 
 
-def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
+def _settling(phase: Settling, event: Event, rules: StateMachineRules) -> Transition:
     """Workers have failed; the root cause, or the same error of all others, may still come."""
     round_, first = phase.round, next(e for e in phase.exits if not e.status.ok)
     match event:
@@ -255,7 +255,7 @@ def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
             return phase, []
 
 
-def _await_shared_error(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
+def _await_shared_error(phase: Settling, rules: StateMachineRules, actions: list[Action]) -> Transition:
     """A shared error once every worker of this node has raised the same one."""
     workers = _local_world_size(phase.round, rules)
     if len(phase.exits) < workers:
@@ -267,7 +267,7 @@ def _await_shared_error(phase: Settling, rules: StepRules, actions: list[Action]
     return _fail(phase.round, rules, kind, (first,), why.replace("themselves", "itself", workers == 1))
 
 
-def _await_root_cause(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
+def _await_root_cause(phase: Settling, rules: StateMachineRules, actions: list[Action]) -> Transition:
     """Some workers have lost a peer, whose own exit names the root cause: wait for it, or for the last exit."""
     failed = [exit for exit in phase.exits if not exit.status.ok]
     cause = next((exit for exit in failed if not follows_peer_failure(exit)), None)
@@ -276,35 +276,39 @@ def _await_root_cause(phase: Settling, rules: StepRules, actions: list[Action]) 
     return _crash(phase.round, cause or failed[0], rules, phase.exits)
 
 
-def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
+def _stopping(phase: Stopping, event: Event, rules: StateMachineRules) -> Transition:
     """The group is being ended. What follows is known already (`then`, `stop`), or is decided by the next Round."""
     match event:
-        case RoundPublished(r) if r.number > (phase.then or phase.round).number:
+        case RoundPublished(r) if r.number > (phase.next_round or phase.round).number:
             if phase.stop is not None and not r.terminal:
                 return phase, []
             return Stopping(phase.round, r, phase.stop), []
         case GroupEnded(number) if number == phase.round.number:
             return _after_group_ended(phase, rules)
         case StopRequested(signal, code, at, why) if phase.stop is None:
-            return Stopping(phase.round, _if_terminal(phase.then), PendingStop(signal, code, at, why)), []
+            return Stopping(phase.round, _if_terminal(phase.next_round), PendingStop(signal, code, at, why)), []
         case StopForced(signal, code, at):
             stop = phase.stop or PendingStop(signal, code, at)
             kill = KillGroup(phase.round.number, f"{signal} twice: killed without grace", save=False)
-            return Stopping(phase.round, _if_terminal(phase.then), stop), [kill]
+            return Stopping(phase.round, _if_terminal(phase.next_round), stop), [kill]
         case _:
             return phase, []
 
 
-def _after_group_ended(phase: Stopping, rules: StepRules) -> Transition:
+def _after_group_ended(phase: Stopping, rules: StateMachineRules) -> Transition:
     """The group is gone: enter the Round that is known already, leave after a stop, or wait for the next Round."""
-    if phase.then is not None:
-        return _leave_after_final_round(phase.then) if phase.then.terminal else _enter_round(phase.then, rules)
+    if phase.next_round is not None:
+        return (
+            _leave_after_final_round(phase.next_round)
+            if phase.next_round.terminal
+            else _enter_round(phase.next_round, rules)
+        )
     if phase.stop is not None:
         return _leave(phase.round.number, phase.stop.exit_code, _stop_reason(phase.stop))
     return Joining(phase.round.number), []
 
 
-def _enter_round(r: Round, rules: StepRules) -> Transition:
+def _enter_round(r: Round, rules: StateMachineRules) -> Transition:
     """Start the group of the Round, if this incarnation of this node is in it."""
     member = r.member(rules.node)
     if member is None or rules.incarnation not in (None, member.incarnation):
@@ -345,7 +349,9 @@ def _stop_reason(stop: PendingStop | StopRequested) -> str:
     return stop.why or f"stopped by {stop.signal}"
 
 
-def _end_superseded_group(old: Round, new: Round, rules: StepRules, stop: PendingStop | None = None) -> Transition:
+def _end_superseded_group(
+    old: Round, new: Round, rules: StateMachineRules, stop: PendingStop | None = None
+) -> Transition:
     """The old group gets time only from a stop; the survivors of a failure have no use for it."""
     why = f"round {new.number}: {new.reason}"
     if stop is not None and not new.terminal:
@@ -355,10 +361,10 @@ def _end_superseded_group(old: Round, new: Round, rules: StepRules, stop: Pendin
     member = new.member(rules.node)
     hung = tuple(q.slot for q in new.quarantined_slots if q.hung and q.node == rules.node and new.cause == "hung")
     save = new.outcome in (None, "failed")
-    return Stopping(old, new), [KillGroup(old.number, why, save=save, keep=member is not None, hung=hung)]
+    return Stopping(old, new), [KillGroup(old.number, why, save=save, keep=member is not None, hung_slots=hung)]
 
 
-def _stop_group(round_: Round, event: StopRequested | StopForced, rules: StepRules) -> Transition:
+def _stop_group(round_: Round, event: StopRequested | StopForced, rules: StateMachineRules) -> Transition:
     """End the group for a stop: with the grace period for the first signal, at once for the second."""
     if isinstance(event, StopForced):
         stop = PendingStop(event.signal, event.exit_code, event.at)
@@ -372,7 +378,9 @@ def _stop_group(round_: Round, event: StopRequested | StopForced, rules: StepRul
     return Stopping(round_, stop=stop), [StopGroup(round_.number, why, grace, event.signal)]
 
 
-def _crash(round_: Round, exit: WorkerExited, rules: StepRules, ended: tuple[WorkerExited, ...] = ()) -> Transition:
+def _crash(
+    round_: Round, exit: WorkerExited, rules: StateMachineRules, ended: tuple[WorkerExited, ...] = ()
+) -> Transition:
     """A worker failed on its own, or lost a peer whose own exit names no cause.
 
     `ended` are the other exits; a rank that exited with code 0 may be the lost peer.
@@ -394,7 +402,7 @@ def _crash(round_: Round, exit: WorkerExited, rules: StepRules, ended: tuple[Wor
 
 def _fail(
     round_: Round,
-    rules: StepRules,
+    rules: StateMachineRules,
     kind: str,
     culprits: tuple[WorkerExited, ...],
     why: str,
@@ -411,12 +419,12 @@ def _fail(
         why=why,
         error=report.type if report else None,
         detail=report.traceback if report else None,
-        repeat_key=repeat_key(exit, shared=kind in SHARED_ERRORS) if exit is not None else "",
+        repeat_key=repeat_key(exit, shared=kind in SHARED_ERROR_KINDS) if exit is not None else "",
     )
     return Stopping(round_), [KillGroup(round_.number, why, keep=True), ReportFailure(failure)]
 
 
-def _group_lost(round_: Round, exits: tuple[WorkerExited, ...], rules: StepRules) -> Transition:
+def _group_lost(round_: Round, exits: tuple[WorkerExited, ...], rules: StateMachineRules) -> Transition:
     """The group ended without exits: its owner lost the processes, so there is none to kill."""
     lost = _local_world_size(round_, rules) - len(exits)
     why = f"the group ended and {lost} of its workers left no exit status"
@@ -442,5 +450,5 @@ def _if_terminal(r: Round | None) -> Round | None:
     return r if r is not None and r.terminal else None
 
 
-def _local_world_size(round_: Round, rules: StepRules) -> int:
+def _local_world_size(round_: Round, rules: StateMachineRules) -> int:
     return len(round_.ranks(rules.node))

@@ -196,7 +196,7 @@ class WorkerReporter:
         job = self.job
         assert job.round is not None
         recovery_s, parts = job.recovery.finish(at) or (None, {})
-        if job.round.measuring_node != job.node:
+        if job.round.recovery_reporter != job.node:
             recovery_s, parts = None, {}
         beats = job.observation.heartbeats if job.observation is not None else ()
         first = min(range(len(beats)), key=lambda i: beats[i].first_step_ns or 1 << 63, default=0)
@@ -425,8 +425,8 @@ class HangReporter:
         """
         job, culprits = self.job, verdict.culprits
         job.metrics.hang_detected(verdict.cause, verdict.hung_s, culprits[0][0] if culprits else "")
-        job.goodput.on_fault(verdict.round, now, ends=verdict.restarts)
-        if verdict.restarts:
+        job.goodput.on_fault(verdict.round, now, ends=verdict.kills_group)
+        if verdict.kills_group:
             job.recovery.start(now - verdict.hung_s)
             if self._suspected_at is not None:
                 job.recovery.mark("detect", self._suspected_at)
@@ -435,10 +435,10 @@ class HangReporter:
         job.write(
             events.HangDetectedEvent(
                 round=verdict.round, mono=now, reason=verdict.why, cause=verdict.cause, nodes=nodes, ranks=ranks,
-                slots=slots, seconds=verdict.hung_s, action="restart" if verdict.restarts else "report",
+                slots=slots, seconds=verdict.hung_s, action="restart" if verdict.kills_group else "report",
             )
         )  # fmt: skip
-        hangs = "hangs" if verdict.restarts else "may hang (only reported)"
+        hangs = "hangs" if verdict.kills_group else "may hang (only reported)"
         job.console.log(f"round {verdict.round} {hangs}: {verdict.why}", "warning")
 
     def _report_stragglers(self, found: StragglersFound, now: float) -> None:

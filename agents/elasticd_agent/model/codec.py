@@ -52,7 +52,7 @@ _D = TypeVar("_D", bound="Document")
 class Record:
     """Base of all records. `unknown`: fields that a newer minor version wrote, to be written back."""
 
-    FLOATS: ClassVar[tuple[float, float]] = (0.0, MOST_SECONDS)  #: the range of its numbers that are not whole
+    FLOAT_RANGE: ClassVar[tuple[float, float]] = (0.0, MOST_SECONDS)  #: the range of its numbers that are not whole
     unknown: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class Record:
         raw = dict(self.unknown)
         for name in _field_names(type(self)):  # type: ignore[arg-type]  # mypy: class taken for instance
             value = getattr(self, name)
-            raw[name] = value if type(value) in _PLAIN else _json_value(value)
+            raw[name] = value if type(value) in _PLAIN_TYPES else _json_value(value)
         return raw
 
     @classmethod
@@ -79,8 +79,10 @@ class Record:
 class Document(Record):
     """A record that is stored or sent on its own, with the version that wrote it."""
 
-    NAMED_BY: ClassVar[str] = ""  #: the field that the last part of its key repeats
-    FINAL: ClassVar[bool] = False  #: never changed: once read, it holds even if its key is overwritten with garbage
+    FIELD_IN_KEY: ClassVar[str] = ""  #: the field that the last part of its key repeats
+    NEVER_CHANGES: ClassVar[bool] = (
+        False  #: never changed: once read, it holds even if its key is overwritten with garbage
+    )
     MAX_BYTES: ClassVar[int] = 512 << 10  #: of its JSON: a larger one is refused before it is decoded
     COMPRESSED: ClassVar[bool] = False  #: where it is long, in the store
     version: str = VERSION
@@ -127,7 +129,7 @@ def parse_json(text: bytes | str, max_bytes: int) -> Any:
     return raw
 
 
-_PLAIN = frozenset({str, int, float, bool, type(None)})
+_PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
 """Most values: a list of ten thousand jobs has two hundred thousand of them."""
 
 
@@ -167,7 +169,7 @@ def _record_decoder(cls: type[Record]) -> _Decoder:
     hints = typing.get_type_hints(cls)
     no = dataclasses.MISSING
     fields = [
-        (f.name, _decoder(hints[f.name], cls.FLOATS), f.default is no and f.default_factory is no)
+        (f.name, _decoder_of_hint(hints[f.name], cls.FLOAT_RANGE), f.default is no and f.default_factory is no)
         for f in dataclasses.fields(cls)
         if f.name != "unknown"
     ]
@@ -196,21 +198,21 @@ def _record_decoder(cls: type[Record]) -> _Decoder:
     return read
 
 
-def _decoder(hint: Any, floats: tuple[float, float]) -> _Decoder:
+def _decoder_of_hint(hint: Any, floats: tuple[float, float]) -> _Decoder:
     """Return the decoder of a type hint: scalars with ranges, tuples, mappings, choices, optional values, records."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: value
     if origin in (typing.Union, types.UnionType):
         (inner,) = (a for a in args if a is not type(None))
-        read = _decoder(inner, floats)
+        read = _decoder_of_hint(inner, floats)
         return lambda v: None if v is None else read(v)
     if origin is Literal:
         return functools.partial(_decode_choice, args)
     if origin is tuple:
-        return functools.partial(_decode_items, [_decoder(a, floats) for a in args if a is not Ellipsis])
+        return functools.partial(_decode_items, [_decoder_of_hint(a, floats) for a in args if a is not Ellipsis])
     if origin is Mapping:
-        return functools.partial(_decode_by_name, *(_decoder(a, floats) for a in args))
+        return functools.partial(_decode_mapping, *(_decoder_of_hint(a, floats) for a in args))
     if isinstance(hint, type) and issubclass(hint, Record):
         return _record_decoder(hint)  # type: ignore[arg-type]
     return (
@@ -233,7 +235,7 @@ def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def _decode_by_name(read_name: _Decoder, read: _Decoder, value: Any) -> JsonObject:
+def _decode_mapping(read_name: _Decoder, read: _Decoder, value: Any) -> JsonObject:
     """Decode an object whose names are values, too."""
     if not isinstance(value, dict):
         raise _Mismatch(f"expected an object, got {_json_type(value)}")
@@ -261,13 +263,13 @@ def _number_decoder(kind: type, bounds: tuple[float, float]) -> _Decoder:
     return read
 
 
-_SCALARS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+_SCALAR_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _decode_scalar(kind: type, bounds: tuple[float, float], value: Any) -> Any:
     given = type(value)
     if given is not kind and not (kind is float and given is int):
-        raise _Mismatch(f"expected {_SCALARS[kind]}, got {_json_type(value)}")
+        raise _Mismatch(f"expected {_SCALAR_NAMES[kind]}, got {_json_type(value)}")
     if given in (int, float) and not bounds[0] <= value <= bounds[1]:
         raise _Mismatch(f"expected a number from {bounds[0]:g} to {bounds[1]:g}, got {_shortened(value)}")
     if kind is str and not value.isascii():

@@ -1,4 +1,4 @@
-"""A job: its command and size (JobSpec), its rules (Policy), and the agent's own output (AgentSettings).
+"""A job: its command and size (JobSpec), its rules (Policy), and the agent's own output (RunnerSettings).
 
 Everything a person can choose is in three frozen values, checked when they are made: a contradiction is one sentence at
 the start instead of a surprise at the first failure.
@@ -24,19 +24,19 @@ from typing import Literal
 from elasticd.errors import UsageError
 from elasticd_agent.model.records import MAX_NAME_BYTES
 
-REQUEUE = 75
+REQUEUE_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: the job itself is fine, a scheduler should start it again."""
-INTERRUPTED = 128 + 2
+INTERRUPTED_EXIT_CODE = 128 + 2
 """Ended by SIGINT, as a shell reports it."""
-TERMINATED = 128 + 15
+TERMINATED_EXIT_CODE = 128 + 15
 """Ended by SIGTERM, as a shell reports it: the job was cancelled, or its nodes were stopped."""
 
 
-EVIDENCE_S = 3.0
+EVIDENCE_TIMEOUT_S = 3.0
 """The most time that taking the evidence of a hang may cost."""
 
 
-class Mode(str, Enum):
+class EntrypointMode(str, Enum):
     """The way from the entrypoint to a worker's command line; the names follow the Python interpreter's own."""
 
     SCRIPT = "script"  # python -u train.py args
@@ -113,7 +113,7 @@ class JobSpec:
     """One node's part of a job: what to run, how many workers side by side, and where its files go."""
 
     python: str
-    mode: Mode
+    mode: EntrypointMode
     entrypoint: str
     args: tuple[str, ...]
     cwd: Path
@@ -168,9 +168,9 @@ class JobSpec:
         """The number of this node's slots: one for each worker, and the spare ones of a job on one node."""
         return self.max_workers + (self.spares if self.rendezvous.max_nodes == 1 else 0)
 
-    def base_environment(self, own: Mapping[str, str]) -> Mapping[str, str]:
-        """The environment of the job's processes before anything is added; `own` is the agent's."""
-        return own if self.environment is None else self.environment
+    def base_environment(self, agent_environment: Mapping[str, str]) -> Mapping[str, str]:
+        """The environment of the job's processes before anything is added; `agent_environment` is the agent's."""
+        return agent_environment if self.environment is None else self.environment
 
     def _check_ranks_exist(self, what: str, ranks: Mapping[int, object]) -> None:
         # One command shared by machines of different sizes may name missing ranks; naming no existing one is a mistake.
@@ -200,10 +200,10 @@ class Policy:
     stopped_after_s: float = 2.5  #: how long a process is stopped (state T) before it is hung
     slow_ceiling_s: float | None = None  #: None: the process group's own timeout, or 1800 s
     slow_factor: float = 1.5  #: a straggler's own work, relative to its peers'
-    evidence_timeout_s: float = EVIDENCE_S  #: for the evidence of a hang, before the group is killed
+    evidence_timeout_s: float = EVIDENCE_TIMEOUT_S  #: for the evidence of a hang, before the group is killed
     on_hang: Literal["restart", "report"] = "restart"
     slot_strikes: int = 2  #: failures without progress before a slot is quarantined
-    slot_cooloff_s: float = 60.0  #: of its first quarantine; see `cooloff_s`
+    slot_cooloff_s: float = 60.0  #: of its first quarantine; see `slot_quarantine_s`
     lease_s: float = 3.0  #: how long a node is registered after its last renewal
     renewal_s: float = 1.0  #: between two renewals
     store_timeout_s: float = 0.9  #: of one request to the store
@@ -244,7 +244,7 @@ class Policy:
         """Every time is possible, and every wait leaves room for what it waits for, the store's limits included."""
         for name in (option.name for option in fields(self) if option.type == "float"):
             value = getattr(self, name)
-            if name.endswith("_s") and name not in _ZERO_ALLOWED and not value > 0:
+            if name.endswith("_s") and name not in _ZERO_ALLOWED_TIMES and not value > 0:
                 raise UsageError(f"{option_name(name)} {value:g} s must be more than 0 seconds")
             if name.endswith("_s") and not 0 <= value <= MAX_WAIT_S:
                 why = "is longer than a year" if value > 0 else "cannot be negative"
@@ -290,13 +290,13 @@ class Policy:
                 f"raise it by more than {least - value:.6g} s"
             )
 
-    def cooloff_s(self, quarantines: int) -> float:
+    def slot_quarantine_s(self, quarantines: int) -> float:
         """Seconds of the n-th quarantine of a slot (n >= 1): twice as long each time, at most an hour."""
         return float(min(self.slot_cooloff_s * 2 ** (min(quarantines, 32) - 1), max(3600.0, self.slot_cooloff_s)))
 
 
 @dataclass(frozen=True, slots=True)
-class AgentSettings:
+class RunnerSettings:
     """The agent's own output: events, metrics, console."""
 
     event_log: Path | None = None
@@ -317,7 +317,7 @@ TWO_OBSERVATIONS_S = 0.5
 """The workers are observed four times a second."""
 MAX_WAIT_S = 365 * 86400.0
 """Every wait has a deadline, and the system's own timers overflow at a few centuries."""
-_ZERO_ALLOWED = (
+_ZERO_ALLOWED_TIMES = (
     "last_call_timeout_s",
     "replace_timeout_s",
     "grow_debounce_s",
@@ -325,17 +325,17 @@ _ZERO_ALLOWED = (
     "shutdown_timeout_s",
     "user_error_wait_s",
 )
-_NEXT_ROUND = "the round that a group holds for can come"
-_REJUDGED = "leases are judged again before any node counts as lost"
+_NEXT_ROUND_REASON = "the round that a group holds for can come"
+_REJUDGED_REASON = "leases are judged again before any node counts as lost"
 _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] = (
     ("lease_s", ((1, "renewal_s"), (2, "store_timeout_s")), "", "a renewal that fails can be tried once more"),
     ("lease_s", ((3, "store_timeout_s"),), "", "an unanswered request costs less than a third of it"),
     ("seen_timeout_s", ((1, "store_timeout_s"),), "", "a node that only waits for the store is not taken for dead"),
     ("join_timeout_s", ((1, "last_call_timeout_s"),), ", a part of it", "a job that has enough nodes begins"),
     ("startup_ceiling_s", ((1, "user_error_wait_s"),), ", a part of it", "an error of all ranks is seen as one"),
-    ("hold_timeout_s", ((1, "grow_debounce_s"), (1, "seen_timeout_s")), "", _NEXT_ROUND),
-    ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
-    ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
+    ("hold_timeout_s", ((1, "grow_debounce_s"), (1, "seen_timeout_s")), "", _NEXT_ROUND_REASON),
+    ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED_REASON),
+    ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED_REASON),
 )
 """(time, the terms of the sum that it must exceed, a note, so that ...)."""
 
@@ -370,7 +370,7 @@ def check_new_id(what: str, text: str) -> None:
         )
 
 
-def without_python(command: Sequence[str]) -> tuple[Literal["", "module", "no_python"], Sequence[str]] | None:
+def strip_interpreter(command: Sequence[str]) -> tuple[Literal["", "module", "no_python"], Sequence[str]] | None:
     """The key that a command needs which begins with an interpreter, if any, and its words with that key."""
     name, *rest = command
     if not re.fullmatch(r"(.*/)?python[0-9.]*", name):

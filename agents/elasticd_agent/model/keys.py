@@ -15,14 +15,14 @@ from elasticd_agent.model.codec import Document, Parser
 
 D = TypeVar("D", bound=Document)
 
-COMPRESSED_FROM = 16 * 1024
+COMPRESSED_FROM_BYTES = 16 * 1024
 """Bytes. A Round of 4,096 nodes is 430 kB, a quarter of that compressed, and every node receives it."""
 
 
 def encode_record(record: Document) -> bytes:
     """The record's value in the store: JSON, of some kinds compressed by zlib where it is long."""
     text = record.to_json()
-    return zlib.compress(text) if record.COMPRESSED and len(text) >= COMPRESSED_FROM else text
+    return zlib.compress(text) if record.COMPRESSED and len(text) >= COMPRESSED_FROM_BYTES else text
 
 
 def decode_record(kind: type[D], key: str, value: bytes, parse: Parser | None = None) -> D:
@@ -31,26 +31,26 @@ def decode_record(kind: type[D], key: str, value: bytes, parse: Parser | None = 
         # Of the other kinds nobody compresses one: a list of small ones could stand for gigabytes.
         is_compressed = kind.COMPRESSED and not value.startswith(b"{")
         record = kind.from_json(_decompressed(value, kind.MAX_BYTES) if is_compressed else value, parse)
-        if kind.NAMED_BY and (name := getattr(record, kind.NAMED_BY)) != key.rpartition("/")[2]:
-            raise WireError(f"it is of another {kind.NAMED_BY}, {name!r}")
+        if kind.FIELD_IN_KEY and (name := getattr(record, kind.FIELD_IN_KEY)) != key.rpartition("/")[2]:
+            raise WireError(f"it is of another {kind.FIELD_IN_KEY}, {name!r}")
     except WireError as error:
         raise WireError(f"{key} in the store cannot be decoded and is left alone: {error}") from None
     return record
 
 
-def _decompressed(value: bytes, most: int) -> bytes:
+def _decompressed(value: bytes, max_bytes: int) -> bytes:
     """`value` itself if zlib has not written it: the JSON decoder names what is wrong with it."""
     unzip = zlib.decompressobj()
     try:
-        text = unzip.decompress(value, most)
+        text = unzip.decompress(value, max_bytes)
     except zlib.error:
         return value
     if not unzip.eof:
-        raise WireError(f"it is cut off, or longer than {most >> 10} KiB")
+        raise WireError(f"it is cut off, or longer than {max_bytes >> 10} KiB")
     return text
 
 
-def decode_address(key: str, value: bytes) -> tuple[str, int]:
+def decode_master_address(key: str, value: bytes) -> tuple[str, int]:
     """The address of the workers' store of a round, from a `master` key: [address, port]. Raises WireError, too."""
     try:
         where, port = bounded_json.loads(value, 8)

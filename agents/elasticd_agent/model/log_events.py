@@ -18,7 +18,7 @@ from elasticd_agent.model.codec import Record
 FORMAT_VERSION = 1
 MAX_LINE_BYTES = 64 * 1024
 
-State = Literal["useful", "lost", "idle"]
+TimeState = Literal["useful", "lost", "idle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class TimeSplit(Record):
     useful: float = 0.0
     lost: float = 0.0
     idle: float = 0.0
-    state: State = "idle"
+    state: TimeState = "idle"
 
     @property
     def total(self) -> float:
@@ -156,7 +156,7 @@ class CheckpointDroppedEvent(LogEvent, kind="checkpoint_dropped"):
 class ScalarsEvent(LogEvent, kind="scalars"):
     """Numbers that the script has logged with `session.log`, sampled."""
 
-    FLOATS = (-1e300, 1e300)
+    FLOAT_RANGE = (-1e300, 1e300)
     step: int = _field("the step at which they were logged")
     values: Mapping[str, float | None] = _field("the number of each name; null for one that is not finite")
 
@@ -408,8 +408,8 @@ WARNING_KINDS = ("checkpoint_failed", "checkpoint_skipped")
 """The reports of workers that the console shows as warnings; the others are information."""
 
 
-_TYPES: Mapping[str, type[LogEvent]] = {event_type.kind: event_type for event_type in EVENT_TYPES}
-_WORKER_TYPES = {
+_TYPES_BY_KIND: Mapping[str, type[LogEvent]] = {event_type.kind: event_type for event_type in EVENT_TYPES}
+_WORKER_TYPES_BY_KIND = {
     event_type.kind: event_type
     for event_type in (
         CheckpointSavedEvent,
@@ -428,7 +428,7 @@ _STEP_MAY_BE_UNKNOWN = (CheckpointSkippedEvent, CheckpointFailedEvent, Checkpoin
 
 def from_worker(reported: WorkerEvent) -> LogEvent | None:
     """The event of a worker's Session as a line of the log; None for kinds that the log has not."""
-    event_type = _WORKER_TYPES.get(reported.kind)
+    event_type = _WORKER_TYPES_BY_KIND.get(reported.kind)
     if event_type is None or (reported.step is None and event_type not in _STEP_MAY_BE_UNKNOWN):
         return None
     own = {"round": reported.round, "mono": reported.mono, "reason": reported.reason, "step": reported.step}
@@ -467,7 +467,7 @@ def decode(line: Mapping[str, Any]) -> LogLine | None:
     """One line of a log; None for a kind that this version does not know, and for values that make no sense."""
     try:
         head = _LineHead.from_dict({name: _printable(value) for name, value in line.items()})
-        event_type = _TYPES.get(head.kind)
+        event_type = _TYPES_BY_KIND.get(head.kind)
         if event_type is None:
             return None
         return LogLine(event_type.from_dict(head.unknown), head.wall, head.job, head.node)

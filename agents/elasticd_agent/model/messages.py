@@ -20,7 +20,7 @@ from elasticd_agent.model.reports import HangVerdict
 
 
 @dataclass(frozen=True, slots=True)
-class StepRules:
+class StateMachineRules:
     """The state machine's constants: its node, and the numbers of the policy it uses."""
 
     node: str
@@ -46,7 +46,7 @@ class ExitStatus:
     out_of_memory: bool = False  #: the kernel has killed it for lack of memory
 
     @classmethod
-    def of(cls, returncode: int) -> ExitStatus:
+    def from_returncode(cls, returncode: int) -> ExitStatus:
         """The status in subprocess's convention: a negative return code is a signal."""
         return cls(returncode) if returncode >= 0 else cls(None, -returncode)
 
@@ -125,11 +125,11 @@ class StartFailed:
 class GroupEnded:
     """Every process of round `number`'s group has been reaped; so has its store, unless other nodes may need it.
 
-    Workers with the local ranks in `kept` have left the round instead, and wait for a release.
+    Workers with the `kept_local_ranks` have left the round instead, and wait for a release.
     """
 
     number: int
-    kept: tuple[int, ...] = ()
+    kept_local_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class StoreAbandoned:
 
     why: str  #: a whole sentence
     at: float
-    stuck: bool = False  #: the group has not trained since, because members are lost
+    group_stuck: bool = False  #: the group has not trained since, because members are lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +218,14 @@ class PendingStop:
     exit_code: int
     until: float
     why: str = ""
-    soon_at: float = math.inf  #: then the leader hears that `until` is near
+    report_soon_at: float = math.inf  #: then the leader hears that `until` is near
 
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """No group runs here; waits for a Round numbered above `past`."""
+    """No group runs here; waits for a Round numbered above `past_round`."""
 
-    past: int = 0
+    past_round: int = 0
     stop: PendingStop | None = None
 
 
@@ -238,7 +238,7 @@ class Running:
 
     round: Round
     exits: tuple[WorkerExited, ...] = ()
-    first_step: bool = False
+    has_stepped: bool = False
     stop: PendingStop | None = None
 
 
@@ -256,10 +256,10 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The group of `round` ends or is being ended; GroupEnded must come. `then`: the Round to start after it."""
+    """The group of `round` ends or is being ended; GroupEnded must come. `next_round`: the Round to start after it."""
 
     round: Round
-    then: Round | None = None
+    next_round: Round | None = None
     stop: PendingStop | None = None
 
 
@@ -302,15 +302,15 @@ class StartGroup:
 class KillGroup:
     """SIGKILL every process of round `number`'s group, all at once, without grace. GroupEnded follows.
 
-    With `keep` a worker whose script can leave the round and enter the next one keeps its process, except on `hung`
-    slots. GroupEnded follows all the same, when each worker is dead or waits for a release.
+    With `keep` a worker whose script can leave the round and enter the next one keeps its process, except on
+    `hung_slots`. GroupEnded follows all the same, when each worker is dead or waits for a release.
     """
 
     number: int
     why: str
     save: bool = True  #: workers that survive have a moment to save the state of their last step
     keep: bool = False
-    hung: tuple[int, ...] = ()
+    hung_slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +400,7 @@ class PauseRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class AheadRequested:
+class StartAheadRequested:
     """The leader requests that this node, which is not in round `number`, starts its workers ahead of the next one."""
 
     number: int
@@ -463,27 +463,27 @@ class WaitingFor(LeaderNotice):
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class JoinRejected:
     """This agent cannot take part in this job; `why` names the remedy."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class ProbeReceived:
     """Another agent has probed this one, as it does at any sign of trouble."""
 
 
 Notice = (
     Event
-    | Probed
+    | ProbeReceived
     | MasterKnown
     | PauseRequested
-    | AheadRequested
+    | StartAheadRequested
     | HangReportRequested
     | HangVerdict
     | StragglersFound
     | StoreAvailability
     | LeaderNotice
-    | Rejected
+    | JoinRejected
 )

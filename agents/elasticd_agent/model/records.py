@@ -23,13 +23,13 @@ from elasticd_agent.model.codec import Document, Record, parse_json
 Outcome = Literal["succeeded", "failed", "stopped"]
 Identity = tuple[str, str]
 """(node, incarnation)."""
-SHARED_ERRORS = ("user_error", "shared_error")
+SHARED_ERROR_KINDS = ("user_error", "shared_error")
 """Kinds of failures before the first step: all ranks of the node raised the same error of the script. Every start
 raises a user_error again."""
 IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 LONGEST_SAME_ERROR_WAIT_S = 30.0
 """More than two ranks that import the same from a slow disk differ by."""
-TERM_BITS = 32
+TERM_HASH_BITS = 32
 MAX_NAME_BYTES = 128
 """The longest name of a job, a run or a node."""
 
@@ -78,14 +78,15 @@ class StoreLife(Record):
     endpoint: str  #: where the store is, "host:port"
 
     @property
-    def count(self) -> int:
+    def earlier_lives(self) -> int:
         """The number of lives of the job's store before this one."""
-        return self.term >> TERM_BITS
+        return self.term >> TERM_HASH_BITS
 
 
-def life_term(count: int, incarnation: str) -> int:
-    """The term of this agent's store, the first one of the job or after `count` others. Terms of two hosts differ."""
-    return count << TERM_BITS | int.from_bytes(hashlib.sha256(incarnation.encode()).digest()[:4], "big") | 1
+def store_term(earlier_lives: int, incarnation: str) -> int:
+    """The term of the store of this agent, after `earlier_lives` of the job's stores. Terms of two hosts differ."""
+    number = int.from_bytes(hashlib.sha256(incarnation.encode()).digest()[:4], "big") | 1
+    return earlier_lives << TERM_HASH_BITS | number
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +205,9 @@ class Round(Document):
         return next((m for m in self.members if m.node == node), None)
 
     @property
-    def measuring_node(self) -> str:
+    def recovery_reporter(self) -> str:
         """The member that reports the recovery from the fault before this Round."""
-        return measuring_node(self.leader, [member.node for member in self.members])
+        return recovery_reporter(self.leader, [member.node for member in self.members])
 
     def group_rank(self, node: str) -> int:
         """The node's index among the members (torchrun's GROUP_RANK). KeyError if it is none."""
@@ -233,7 +234,7 @@ class Round(Document):
                 rank += 1
 
 
-class KnownMembers:
+class MemberCache:
     """Parses one Round of a job after another: a member that has the same text in both is decoded once.
 
     A thousand agents read each Round at once, and most of its members were in the last one. The members' texts are
@@ -244,7 +245,7 @@ class KnownMembers:
     def __init__(self) -> None:
         self._by_text: dict[bytes, Member] = {}
 
-    def parse(self, text: bytes | str, max_bytes: int) -> Any:
+    def parse_round(self, text: bytes | str, max_bytes: int) -> Any:
         """A `Parser` whose members are records already."""
         if isinstance(text, bytes) and text.count(b'"members":') == 1 and len(text) <= max_bytes:
             head, _, rest = text.partition(b'"members":[{')
@@ -270,7 +271,7 @@ class KnownMembers:
         return [*self._by_text.values()] if len(self._by_text) == len(texts) else []
 
 
-def measuring_node(leader: str, members: Sequence[str]) -> str:
+def recovery_reporter(leader: str, members: Sequence[str]) -> str:
     """One node reports a recovery, by its own clock: the leader, or the first member where the leader is none."""
     return leader if leader in members else next(iter(members), "")
 
@@ -286,7 +287,7 @@ class NodeRecord(Document):
     A field that holds the number of a round holds 0 for none.
     """
 
-    NAMED_BY: ClassVar[str] = "id"
+    FIELD_IN_KEY: ClassVar[str] = "id"
     id: str
     incarnation: str  #: new whenever the owner of its workers starts anew: a member is a pair (id, incarnation)
     address: str  #: where the agent answers a probe, "host:port"
@@ -333,7 +334,7 @@ class NodeRecord(Document):
 class LeaderRecord(NodeRecord):
     """The same under the leader key."""
 
-    NAMED_BY: ClassVar[str] = ""
+    FIELD_IN_KEY: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +343,7 @@ class Failure(Document):
 
     round: int
     node: str
-    kind: str  #: "crash", "store_lost", "hung", "start_failed", one of SHARED_ERRORS, or newer
+    kind: str  #: "crash", "store_lost", "hung", "start_failed", one of SHARED_ERROR_KINDS, or newer
     culprits: tuple[tuple[int, int], ...]  #: (rank, slot); none where no rank of this node is to blame
     why: str
     high_water: int = 0  #: the highest step seen by this round
@@ -356,10 +357,10 @@ class Failure(Document):
     hang_step: int = 0  #: of a hang: the highest step of a rank
 
 
-def same_error_wait_s(least_s: float, ran_s: float, error: str | None, *, is_users: bool) -> float:
+def same_error_wait_s(least_s: float, ran_s: float, error: str | None, *, is_user_error: bool) -> float:
     """The wait for the same error of others that the first one raised after `ran_s`.
 
     As long again where no restart mends it: imports from a slow disk do not end together.
     """
-    lasts = is_users or error in IMPORT_ERRORS
+    lasts = is_user_error or error in IMPORT_ERRORS
     return max(least_s, min(ran_s, LONGEST_SAME_ERROR_WAIT_S)) if lasts else least_s

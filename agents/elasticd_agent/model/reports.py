@@ -12,13 +12,13 @@ from typing import ClassVar, Literal
 
 from elasticd_agent.model.codec import MOST_SECONDS, Document, Record
 
-Where = Literal["", "collective", "device", "init", "barrier", "debugger", "output", "elsewhere"]
+StackPlace = Literal["", "collective", "device", "init", "barrier", "debugger", "output", "elsewhere"]
 """A rank's main thread, by its stack: in (or waiting for) a collective, in a device synchronisation, creating the
 process group, in `session.barrier`, at a debugger's prompt, in a write to its standard output or error that nobody
 reads, somewhere else. "": no stack has been taken."""
 
 
-DEFAULT_GROUP = "default group"
+DEFAULT_GROUP_NAME = "default group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LaunchCount(Record):
 class RankReport(Record):
     """One rank, as its node's agent observes it."""
 
-    FLOATS: ClassVar[tuple[float, float]] = (-1.0, 1e300)  #: a script may choose any timeout
+    FLOAT_RANGE: ClassVar[tuple[float, float]] = (-1.0, 1e300)  #: a script may choose any timeout
     rank: int
     slot: int
     # from its heartbeat record
@@ -79,7 +79,7 @@ class RankReport(Record):
     quiet_s: float = -1.0  #: since its process tree last used CPU, read, wrote, or started a process; -1: unknown
     sockets_s: float = -1.0  #: since bytes moved on its TCP sockets; -1: unknown
     # from its stack
-    where: Where = ""
+    where: StackPlace = ""
     function: str = ""  #: the frame that `where` was concluded from
     place: str = ""  #: the innermost function of the script's own code, without a line number
     stack: str = ""  #: the same for equal stacks
@@ -99,7 +99,7 @@ class HangReport(Document):
     """One node's report about its ranks of `round` while it, or another node, suspects a hang."""
 
     MAX_BYTES: ClassVar[int] = 2 << 20
-    FLOATS: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)
+    FLOAT_RANGE: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)
     round: int
     node: str
     ranks: tuple[RankReport, ...]
@@ -147,7 +147,7 @@ class HangVerdict:
     cause: str
     why: str
     hung_s: float  #: for how long no rank had made progress
-    restarts: bool  #: the group is ended for it; else it is only reported: it may resume, or --on-hang report
+    kills_group: bool  #: the group is ended for it; else it is only reported: it may resume, or --on-hang report
     reports: tuple[HangReport, ...]
     places: tuple[str, ...] = ()  #: what its ranks wait in
-    step: int = 0  #: the highest one of its ranks
+    highest_step: int = 0  #: of its ranks

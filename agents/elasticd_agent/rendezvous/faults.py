@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.records import SHARED_ERRORS, Failure
+from elasticd_agent.model.records import SHARED_ERROR_KINDS, Failure
 from elasticd_agent.rendezvous.membership import losses
 from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S
 from elasticd_agent.rendezvous.view import View
@@ -30,7 +30,7 @@ def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
         return ()
     blamed = next((f for f in failures if f.culprits or f.kind == "start_failed"), None)
     if blamed is not None:
-        return (Fault("crash" if blamed.kind in SHARED_ERRORS else blamed.kind, blamed.node),)
+        return (Fault("crash" if blamed.kind in SHARED_ERROR_KINDS else blamed.kind, blamed.node),)
     lost = losses(view, current, policy, now)
     if lost.nodes:
         return tuple(Fault("node_lost", node) for node in sorted(lost.nodes))

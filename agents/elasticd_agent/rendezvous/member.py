@@ -36,9 +36,9 @@ from typing import Any
 
 from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.model.messages import (
+    JoinRejected,
     LeadershipChanged,
     Notice,
-    Rejected,
     RoundPublished,
     StoreAbandoned,
     StoreAvailability,
@@ -203,7 +203,7 @@ class RendezvousMember:
             if str(error) != self._rejected or now >= self._rejected_at + REREAD_S:
                 self._rejected = str(error)
                 self._rejected_at = now
-                self._notices.append(Rejected(self._rejected))
+                self._notices.append(JoinRejected(self._rejected))
             until = now + self._policy.renewal_s
         if self.leads != self._leadership_reported:
             self._leadership_reported = self.leads
@@ -481,7 +481,7 @@ class RendezvousMember:
         elif self._blocked_since is None:
             self._blocked_since = now
         elif (blocked_s := now - self._blocked_since) >= self._policy.store_away_s:
-            self._notices.append(StoreAbandoned(f"{why}; waited for {blocked_s:.0f} s", now, stuck=True))
+            self._notices.append(StoreAbandoned(f"{why}; waited for {blocked_s:.0f} s", now, group_stuck=True))
 
     def _clean_up_if_ended(self) -> bool:
         """True if the job has ended. Its leader may have died before it deleted the records: then a joiner does."""

@@ -21,9 +21,9 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, WireError
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.keys import Keys, decode_address, decode_record, encode_record
-from elasticd_agent.model.messages import AheadRequested, HangReportRequested, MasterKnown, Notice, PauseRequested
-from elasticd_agent.model.records import Failure, Identity, KnownMembers, LeaderRecord, NodeRecord, Round
+from elasticd_agent.model.keys import Keys, decode_master_address, decode_record, encode_record
+from elasticd_agent.model.messages import HangReportRequested, MasterKnown, Notice, PauseRequested, StartAheadRequested
+from elasticd_agent.model.records import Failure, Identity, LeaderRecord, MemberCache, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.peers import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
@@ -165,7 +165,7 @@ class RoundFollower:
         self.round: Round | None = None
         self.stored: Versioned | None = None  #: the round key as last read: what a planner's verdict builds on
         self._accepted: Versioned | None = None
-        self._members = KnownMembers()
+        self._members = MemberCache()
         self._is_member = False  # of `round`; a Round may have thousands of members, and every turn asks
         self._hosts_rank_0 = False
         self.ended_before_joining = False  #: the first Round this node read was terminal
@@ -231,7 +231,7 @@ class RoundFollower:
             if known is not None:
                 self._restore(known, None)  # the store came back empty
             return None
-        round = decode_record(Round, self._keys.round, stored.value, self._members.parse)
+        round = decode_record(Round, self._keys.round, stored.value, self._members.parse_round)
         if known is not None and round.precedes(known):
             self._restore(known, stored.version)
             return None
@@ -279,7 +279,7 @@ class RoundFollower:
             return []
         if not self._is_member:
             asked = self.take_invalidated(keys.ahead) and self._is_asked_ahead(round)
-            return [AheadRequested(round.number)] if asked else []
+            return [StartAheadRequested(round.number)] if asked else []
         notices: list[Notice] = []
         if self.take_invalidated(keys.hang_report_request) and self._read_request(keys.hang_report_request, round):
             notices.append(HangReportRequested(round.number, bool(self._requested[keys.hang_report_request])))
@@ -290,7 +290,7 @@ class RoundFollower:
         elif self._master_known != round.number and self.take_invalidated(keys.master()):
             key = keys.master(round.number)
             if (stored := self._store.read(key)) is not None:
-                notices.append(MasterKnown(round.number, *decode_address(key, stored.value)))
+                notices.append(MasterKnown(round.number, *decode_master_address(key, stored.value)))
                 self._master_known = round.number
         return notices
 

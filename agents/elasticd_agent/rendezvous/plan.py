@@ -33,11 +33,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from elasticd_agent.model.job import TERMINATED, Policy
+from elasticd_agent.model.job import TERMINATED_EXIT_CODE, Policy
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.phrases import count, listing, plural
 from elasticd_agent.model.records import (
-    SHARED_ERRORS,
+    SHARED_ERROR_KINDS,
     BudgetState,
     Exclusion,
     Failure,
@@ -126,7 +126,7 @@ class _RunningRound:
     @property
     def is_shared_error(self) -> bool:
         """All failures are of ranks that raised the same error before the first step."""
-        return all(f.kind in SHARED_ERRORS for f in self.failures) and len({f.error for f in self.failures}) == 1
+        return all(f.kind in SHARED_ERROR_KINDS for f in self.failures) and len({f.error for f in self.failures}) == 1
 
     @property
     def missing_failures(self) -> int:
@@ -387,7 +387,7 @@ def _can_pause(running: _RunningRound) -> bool:
 
 def _leaving_exit_code(view: View) -> int:
     codes = {p.record.leaving_code for p in view.nodes} - {0}
-    return codes.pop() if len(codes) == 1 else TERMINATED
+    return codes.pop() if len(codes) == 1 else TERMINATED_EXIT_CODE
 
 
 def _names(nodes: list[PresentNode]) -> str:
@@ -426,8 +426,8 @@ def _shared_error(running: _RunningRound) -> Round | Wait | None:
         return None
     if running.missing_failures:
         view, least_s = running.view, running.policy.user_error_wait_s
-        ran_s, is_users = view.failure_seen_at - view.round_seen_at, first.kind == "user_error"
-        settled = view.failure_seen_at + same_error_wait_s(least_s, ran_s, first.error, is_users=is_users)
+        ran_s, is_user_error = view.failure_seen_at - view.round_seen_at, first.kind == "user_error"
+        settled = view.failure_seen_at + same_error_wait_s(least_s, ran_s, first.error, is_user_error=is_user_error)
         why = f"{first.why}; waiting for the same error from {count(running.missing_failures, 'more node')}"
         return Wait(why, settled) if running.now < settled else None
     if current.world_size < current.stepped_size:
@@ -496,7 +496,7 @@ def _restart(running: _RunningRound) -> Round | Wait:
     lost = running.losses.nodes
     why = "; ".join([first.why, *map(_quarantine_phrase, new), *lost.values()])
     return _next_round(
-        running, state, quarantined, why, lost, cause="crash" if first.kind in SHARED_ERRORS else first.kind
+        running, state, quarantined, why, lost, cause="crash" if first.kind in SHARED_ERROR_KINDS else first.kind
     )
 
 
@@ -539,7 +539,7 @@ def _update_strikes(
         slot = replace(slot, strikes=slot.strikes + 1, hung=at in hung)
         if slot.strikes >= policy.slot_strikes and _can_spare(running.view, ledger, at):
             times = slot.times + 1
-            slot = replace(slot, times=times, left_s=policy.cooloff_s(times))
+            slot = replace(slot, times=times, left_s=policy.slot_quarantine_s(times))
             new.append(slot)
         ledger[at] = slot
     return tuple(ledger[at] for at in sorted(ledger)), new

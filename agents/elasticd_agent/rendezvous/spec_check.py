@@ -16,7 +16,7 @@ from typing import Any
 from elasticd import bounded_json
 from elasticd.errors import StoreRefused
 from elasticd_agent.model.codec import VERSION
-from elasticd_agent.model.job import TERMINATED, JobSpec, Mode, Policy, option_name
+from elasticd_agent.model.job import TERMINATED_EXIT_CODE, EntrypointMode, JobSpec, Policy, option_name
 from elasticd_agent.model.keys import Keys, decode_record, encode_record
 from elasticd_agent.model.records import Round, is_later_run
 from elasticd_agent.store import Store
@@ -68,7 +68,7 @@ _MAX_VALUE_CHARS = 100
 
 def spec_document(spec: JobSpec, policy: Policy) -> dict[str, Any]:
     """A node's spec as plain JSON values; the job's first node writes it to the store."""
-    module = spec.mode is Mode.MODULE
+    module = spec.mode is EntrypointMode.MODULE
     return {
         "version": VERSION,
         "entrypoint": spec.entrypoint if module else PurePath(spec.entrypoint).name,
@@ -152,7 +152,7 @@ def _shorten_around(text: str, at: int) -> str:
 def stopped_round(round: Round, why: str) -> Round:
     """The same Round as a terminal one."""
     return replace(
-        round, members=(), last_checkpoint=None, cause="", reason=why, outcome="stopped", exit_code=TERMINATED
+        round, members=(), last_checkpoint=None, cause="", reason=why, outcome="stopped", exit_code=TERMINATED_EXIT_CODE
     )
 
 

@@ -95,7 +95,7 @@ class Succession:
         base, life = self._base, self._life
         if base is None or life is None or self._is_published_here:
             return None
-        if base.store is not None and base.store.count >= life.count:
+        if base.store is not None and base.store.earlier_lives >= life.earlier_lives:
             return Wait(f"round {base.number} belongs to another agent's store", now + LOOK_AGAIN_S)
         if (missing := self._await_quorum(base, now)) is not None:
             return replace(missing, notable=False)  # they are on their way
@@ -111,7 +111,7 @@ class Succession:
         if verdict.outcome != "succeeded" and (missing := self._await_quorum(verdict, now)):
             return missing
         # A leader that was left behind may have published a Round of the next number, which nobody may continue.
-        skipped = life.count if life is not None and base.leader != self._node else 0
+        skipped = life.earlier_lives if life is not None and base.leader != self._node else 0
         number = verdict.number + skipped
         return replace(verdict, number=number, store=life, electors=self._electors, quorum=self._quorum)
 

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.records import NodeRecord, Round, StoreLife, life_term
+from elasticd_agent.model.records import NodeRecord, Round, StoreLife, store_term
 from elasticd_agent.rendezvous.peers import PeerNetwork
 from elasticd_agent.rendezvous.probe import Address, ProbeAlive, ProbeRefused
 from elasticd_agent.system.network.addresses import format_endpoint, parse_endpoint, try_parse_endpoint
@@ -83,7 +83,7 @@ def choose_store(
     ready = {node for node in votes if not (leaving if node == me else answers[node].leaving)}
     if 2 * len(votes) <= len(order) or me != min(ready, key=order.index, default=None):
         return None
-    return None if hosts and newest == life else newest.count + 1
+    return None if hosts and newest == life else newest.earlier_lives + 1
 
 
 class TakeOver:
@@ -127,7 +127,7 @@ class TakeOver:
     def _took_over(self, round: Round) -> bool:
         """True if `round` was published in a store that this agent hosts instead of an earlier host."""
         life = self._life
-        return life is not None and life.count > 0 and self._store.hosts and round.term == life.term
+        return life is not None and life.earlier_lives > 0 and self._store.hosts and round.term == life.term
 
     def store_answered(self, now: float, too_few: bool) -> None:
         """The store has answered all requests of a turn. `too_few`: it is hosted here, and too few members use it."""
@@ -168,7 +168,7 @@ class TakeOver:
             return self._follow(chosen, now, keep_own_server=False)
         if isinstance(chosen, int):
             self._log(f"{why}; this agent hosts the job's store now")
-            term = life_term(chosen, self._incarnation)
+            term = store_term(chosen, self._incarnation)
             try:
                 self._store.host(term)
             except OSError as error:
@@ -209,7 +209,7 @@ class TakeOver:
         answer = self._network.probe({_HOST_KEY: address}).get(_HOST_KEY) if address is not None else None
         if not isinstance(answer, ProbeAlive) or answer.store is None:
             return None
-        if life_term(asked.count, answer.incarnation) != asked.term:
+        if store_term(asked.earlier_lives, answer.incarnation) != asked.term:
             return None  # another agent has that port now
         if hosts:
             back = answer.store == before and not answer.lost and self._reaches_store(before)

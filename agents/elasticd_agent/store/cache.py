@@ -168,7 +168,7 @@ class StoreCache:
                         error = str(raised)
                 if error is not None:
                     errors[key] = error
-                if known is not None and (error is None or kind.FINAL):
+                if known is not None and (error is None or kind.NEVER_CHANGES):
                     records[key] = known
             before = _DecodedList(items, records, errors, tuple(records.values()))
             with self._lock:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elasticd_agent.model.job import Policy, Rendezvous
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.records import life_term
+from elasticd_agent.model.records import store_term
 from elasticd_agent.store import JobStore, Store
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.system.network.addresses import is_local
@@ -53,7 +53,7 @@ def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, in
     first_s = min(FIRST_REQUEST_TIMEOUT_S, policy.join_timeout_s)
     times = {"timeout_s": policy.store_timeout_s, "start_timeout_s": first_s}
     # Of two members, the one that is left is no majority: it waits for the host.
-    term = life_term(0, incarnation) if serve and rendezvous.max_nodes >= MIN_NODES_FOR_TAKEOVER else 0
+    term = store_term(0, incarnation) if serve and rendezvous.max_nodes >= MIN_NODES_FOR_TAKEOVER else 0
     return C10dStore(host, port, serve=serve, listener=listener, term=term, python=python, log=log, **times)
 
 

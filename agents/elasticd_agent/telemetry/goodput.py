@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.model.log_events import State, TimeSplit
+from elasticd_agent.model.log_events import TimeSplit, TimeState
 from elasticd_agent.model.records import Round
 
 NEVER = float("inf")
@@ -30,7 +30,7 @@ class GoodputLedger:
     """
 
     since: float
-    state: State = "idle"
+    state: TimeState = "idle"
     high_water: int = 0
     totals: TimeSplit = field(default_factory=TimeSplit)
     waiting_from: float = NEVER

@@ -103,7 +103,7 @@ class CheckpointStatus(Record):
 class ScalarSeries(Record):
     """A number that the script logs."""
 
-    FLOATS: ClassVar[tuple[float, float]] = (-1e300, 1e300)
+    FLOAT_RANGE: ClassVar[tuple[float, float]] = (-1e300, 1e300)
     name: str
     points: tuple[tuple[int, float], ...] = ()  #: (step, value), by step
 

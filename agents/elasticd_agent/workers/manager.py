@@ -401,7 +401,7 @@ class WorkerManager:
                 self._kept[slot] = KeptWorker(pid, f"the new process of slot {slot}", worker, is_new=True)
                 return [NewcomerReady(slot)]
             case messages.KeptExited(pid, status):
-                return self._kept_exited(pid, ExitStatus.of(os.waitstatus_to_exitcode(status)))
+                return self._kept_exited(pid, ExitStatus.from_returncode(os.waitstatus_to_exitcode(status)))
             case messages.WithoutWriter(why):
                 self._report(f"there are no more copies of the state in memory: {why}")
             case messages.Reaped(pid):
@@ -544,7 +544,7 @@ class WorkerManager:
 
     def _exited(self, group: WorkerGroup, report: messages.Exited) -> StoreExited | WorkerExited:
         number, local_rank = group.round.number, report.local_rank
-        status = ExitStatus.of(os.waitstatus_to_exitcode(report.status))
+        status = ExitStatus.from_returncode(os.waitstatus_to_exitcode(report.status))
         if local_rank == STORE_RANK:
             return StoreExited(number, status.text, report.at, status)
         rank, slot = group.round.ranks(self._node)[local_rank], self._slots(group.round)[local_rank]

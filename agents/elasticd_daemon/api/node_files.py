@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from elasticd.errors import ElasticdError, WireError
 from elasticd_agent.model.phrases import listing
-from elasticd_agent.model.records import Round, measuring_node
+from elasticd_agent.model.records import Round, recovery_reporter
 from elasticd_agent.system.bounded_io import DeadlineExceeded
 from elasticd_daemon.api import rank_logs, views
 from elasticd_daemon.api.client import Unreachable
@@ -288,7 +288,7 @@ def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
         rounds |= {status.round: status for status in row.rounds}
     for node, status in ((row.node, status) for row in rows for status in row.rounds):
         number = status.round
-        if node == measuring_node(status.leader, status.nodes) and status.lost_seconds is not None:
+        if node == recovery_reporter(status.leader, status.nodes) and status.lost_seconds is not None:
             rounds[number] = replace(rounds[number], lost_seconds=status.lost_seconds)
         if status.resumed_step is not None:
             rounds[number] = replace(rounds[number], resumed_step=status.resumed_step, donor=status.donor)

@@ -29,7 +29,7 @@ from urllib.parse import quote
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model.agent_address import AGENT_VARIABLE
-from elasticd_agent.model.job import without_python
+from elasticd_agent.model.job import strip_interpreter
 from elasticd_agent.model.phrases import is_are, visible
 from elasticd_daemon.api.client import (
     AgentClient,
@@ -117,7 +117,7 @@ def _make_job_file(options: argparse.Namespace) -> bytes:
 def _check_is_script(command: Sequence[str]) -> None:
     """Raises UsageError for an interpreter, or another program that no file of this directory is named like."""
     name = command[0]
-    if script := without_python(command):
+    if script := strip_interpreter(command):
         key, words = script
         option = [f"--{key.replace('_', '-')}"] if key else []
         instead = shlex.join(["elasticd", "submit", *option, "--", *words])

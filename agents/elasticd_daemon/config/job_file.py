@@ -32,15 +32,15 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.quantities import MAX_COUNT, Seconds, Size, encode_quantity, parse_count_range
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
 from elasticd_agent.model.job import (
-    AgentSettings,
+    EntrypointMode,
     JobSpec,
-    Mode,
     Policy,
     Rendezvous,
+    RunnerSettings,
     Streams,
     check_identifier,
     check_new_id,
-    without_python,
+    strip_interpreter,
 )
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.gpus.devices import visible_gpus
@@ -340,7 +340,7 @@ def runner_model(
     gpus = () if _GPUS_VARIABLE in job.env else visible_gpus(os.environ) if devices is None else devices
     spec = JobSpec(
         python=job.python or sys.executable,
-        mode=Mode.EXEC if job.no_python else Mode.MODULE if job.module else Mode.SCRIPT,
+        mode=EntrypointMode.EXEC if job.no_python else EntrypointMode.MODULE if job.module else EntrypointMode.SCRIPT,
         entrypoint=job.command[0],
         args=job.command[1:],
         cwd=job.workdir,
@@ -361,7 +361,7 @@ def runner_model(
         rendezvous=replace(rendezvous, node=node, min_nodes=fewest, max_nodes=most),
         environment=job_environment(os.environ, job.env, job.user or user),
     )
-    return RunModel(spec, job_policy(job), AgentSettings(files.events, runtime_dir=files.runtime))
+    return RunModel(spec, job_policy(job), RunnerSettings(files.events, runtime_dir=files.runtime))
 
 
 def job_policy(job: JobFile) -> Policy:
@@ -408,7 +408,7 @@ def check_new_job(job: JobFile) -> None:
             check_new_id("id", job.id)
     except UsageError as error:
         raise ConfigError.of(error) from None
-    if not (job.module or job.no_python) and (instead := without_python(job.command)):
+    if not (job.module or job.no_python) and (instead := strip_interpreter(job.command)):
         key, words = instead
         text = f"command = {json.dumps(words, ensure_ascii=False)}" + (f", {key} = true" if key else "")
         raise ConfigError("command", f"begins with a script, not with {job.command[0]!r}; write: {text}")

@@ -33,7 +33,7 @@ from elasticd_agent.job import preflight
 from elasticd_agent.job.loop import Message
 from elasticd_agent.job.reporting import Reporting
 from elasticd_agent.job.run import RunContext, run_job
-from elasticd_agent.model.job import REQUEUE, TERMINATED, AgentSettings, JobSpec, Policy
+from elasticd_agent.model.job import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, JobSpec, Policy, RunnerSettings
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
 from elasticd_agent.system.files import open_plain, replace_link
@@ -144,7 +144,7 @@ def run_to_end(
         reason = history.ended.reason if history.ended is not None else f"exit code {code}"
     except (UsageError, StoreUnavailable) as error:
         of_the_store = isinstance(error, (StoreUnavailable, StoreRefused))  # which may be mended; the job is as it is
-        code, reason = REQUEUE if of_the_store else 2, str(error)
+        code, reason = REQUEUE_EXIT_CODE if of_the_store else 2, str(error)
         _print(f"error: {reason}")
     step = history.ended.step if history.ended is not None else None
     try:
@@ -212,7 +212,7 @@ class RunnerReporting(Reporting):
         self,
         spec: JobSpec,
         policy: Policy,
-        settings: AgentSettings,
+        settings: RunnerSettings,
         node: str,
         runtime: Path,
         *,
@@ -238,7 +238,7 @@ class RunnerReporting(Reporting):
         """
 
         def stop(why: str) -> None:
-            post(StopRequested("SIGTERM", TERMINATED, time.monotonic(), why))
+            post(StopRequested("SIGTERM", TERMINATED_EXIT_CODE, time.monotonic(), why))
 
         watchdog = AgentWatchdog(self._runner_spec.adopt_timeout_s, stop)
         self.callback(watchdog.close)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elasticd.errors import StoreUnavailable, UsageError, WireError
-from elasticd_agent.model.job import TERMINATED, check_identifier, check_new_id
+from elasticd_agent.model.job import TERMINATED_EXIT_CODE, check_identifier, check_new_id
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.model.phrases import shortened
 from elasticd_agent.store import Store, Versioned
@@ -107,7 +107,9 @@ def new_job_id(stem: str) -> str:
 def cancel(store: Store, job: str, by: str, at: float) -> JobResult:
     """End a job. Returns the result that counts: the job's own if it ended first."""
     number = _newest_number(store, job)
-    return record_result(store, JobResult(job, number, "cancelled", TERMINATED, f"cancelled{_by_phrase(by)}", at))
+    return record_result(
+        store, JobResult(job, number, "cancelled", TERMINATED_EXIT_CODE, f"cancelled{_by_phrase(by)}", at)
+    )
 
 
 def record_result(store: Store, result: JobResult) -> JobResult:

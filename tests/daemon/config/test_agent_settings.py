@@ -19,7 +19,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.cli.main import main
 from elasticd_agent.config.quantities import Seconds, parse_seconds, parse_size
 from elasticd_agent.config.run_model import POLICY_FIELDS
-from elasticd_agent.model.job import JobSpec, Mode, Policy, Tls
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, Tls
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
 from elasticd_daemon.config.agent_settings import NodeSettings, StoreSettings
@@ -221,7 +221,7 @@ def test_every_key_has_a_variable_and_words() -> None:
 
 def test_what_workers_get_is_never_read_as_settings() -> None:
     round = Round(number=1, members=(Member("n", "i", (0,)),), reason="")
-    spec = JobSpec("python", Mode.SCRIPT, "train.py", (), ROOT, "j", "r", checkpoint_dir=Path("/c"))
+    spec = JobSpec("python", EntrypointMode.SCRIPT, "train.py", (), ROOT, "j", "r", checkpoint_dir=Path("/c"))
     told = worker_environment(round, "n", 0, WorkerPaths("b", "n", "e", "w"), spec, 3, "x")
     sources = "".join(path.read_text() for tree in ("elasticd", "agents") for path in (ROOT / tree).rglob("*.py"))
     mentioned = set(re.findall(r'"(ELASTICD_[A-Z_]+)"', sources)) | {n for n in told if n.startswith("ELASTICD_")}

@@ -22,7 +22,7 @@ from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
-from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Streams
+from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, Rendezvous, Streams
 from elasticd_daemon.config import documents
 from elasticd_daemon.config.job_file import (
     JOB_KEY_HINTS,
@@ -233,7 +233,7 @@ def test_where_and_as_whom() -> None:
         read_job((text + 'python = "/v/bin/python"\nnodes = 2\n').encode(), "toml", "t"), rendezvous=ETCD
     )
     assert (spec.mode, spec.python, spec.cwd, spec.checkpoint_dir) == (
-        Mode.MODULE,
+        EntrypointMode.MODULE,
         "/v/bin/python",
         Path("/tmp"),
         Path("/c"),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.hangs.stacks import PACKAGES_PATTERN, STDLIB_PATTERN, Frame
-from elasticd_agent.model.reports import Where
+from elasticd_agent.model.reports import StackPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class FactsBesideStack:
 class StackLocation:
     """`function` is for people: "all_reduce", or for elsewhere the script's own "train.py:88 next_batch"."""
 
-    where: Where
+    where: StackPlace
     function: str
 
 
@@ -41,13 +41,13 @@ _TRANSPARENT_LIBRARIES = ("python", "torch", "elasticd", "elasticd_agent")
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    where: Where
+    where: StackPlace
     file: re.Pattern[str]
     name: re.Pattern[str]
     label: str = ""
 
 
-def _rule(where: Where, file: str, name: str = r".*", label: str = "") -> _Rule:
+def _rule(where: StackPlace, file: str, name: str = r".*", label: str = "") -> _Rule:
     return _Rule(where, re.compile(rf"(?:^|/){file}$"), re.compile(name), label)
 
 

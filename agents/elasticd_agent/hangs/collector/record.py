@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from elasticd_agent.hangs.stacks import ProcessStacks, ThreadStack
 from elasticd_agent.model.codec import Document, Record
-from elasticd_agent.model.reports import GroupTail, LaunchCount, Where
+from elasticd_agent.model.reports import GroupTail, LaunchCount, StackPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class RankEvidence(Record):
     tree: tuple[ProcessFacts, ...] = ()  #: its process and those below
     proc: Mapping[str, Any] = field(default_factory=dict, hash=False)  #: what only a person reads
     # from its stack; those from `where` to `loading` are as in RankReport
-    where: Where = ""
+    where: StackPlace = ""
     function: str = ""
     place: str = ""
     stack: str = ""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.hangs.recordings import comparable_kind
-from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
+from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail
 
 MOST_GROUPS = 16
 
@@ -54,7 +54,7 @@ def compare(recorded: Mapping[int, Sequence[GroupTail]]) -> list[GroupComparison
 
 def _compare_group(name: str, recorded: Mapping[int, Sequence[GroupTail]]) -> GroupComparison:
     members = {rank: tail for rank, tails in recorded.items() for tail in tails if tail.group == name}
-    if name == DEFAULT_GROUP:  # every rank is in it; one that has recorded nothing there is behind
+    if name == DEFAULT_GROUP_NAME:  # every rank is in it; one that has recorded nothing there is behind
         members = {rank: members.get(rank, GroupTail(name, 0)) for rank in recorded}
     reached = {rank: tail.last for rank, tail in members.items()}
     least, most = min(reached.values()), max(reached.values())

@@ -23,7 +23,7 @@ ExplanationKind = Literal["hang", "suspicion", "dump"]
 class RankFacts(RankEvidence):
     """One rank: its evidence, under its node's report, with which the verdict was made, and what follows from both."""
 
-    FLOATS: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)
+    FLOAT_RANGE: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)
     node: str = ""
     slot: int = -1
     idle_s: float = -1.0

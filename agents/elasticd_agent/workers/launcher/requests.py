@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.channel import Message
-from elasticd_agent.model.job import JobSpec, Mode
+from elasticd_agent.model.job import EntrypointMode, JobSpec
 from elasticd_agent.system.installation import library_file, program
 from elasticd_agent.workers.launcher.messages import (
     ColdWorkerFields,
@@ -260,7 +260,7 @@ class LaunchRequests:
     def template(self) -> StartTemplate:
         """Return the request to start the template: the script's command line and paths, and what to import."""
         spec = self._spec
-        module = spec.mode is Mode.MODULE
+        module = spec.mode is EntrypointMode.MODULE
         launch = self._launch_config(
             mode="template",
             preload=self._preload.modules,
@@ -275,7 +275,7 @@ class LaunchRequests:
     ) -> Execute:
         """Return the request to start workers without a template, each by a command line of its own."""
         spec, hook = self._spec, {}
-        if spec.mode is not Mode.EXEC:
+        if spec.mode is not EntrypointMode.EXEC:
             hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch_config(mode="cold"))}
         store_program = {"argv": [spec.python, "-u", program("tcp_store")]} if store else None
         started: list[ColdWorkerFields] = [
@@ -287,9 +287,9 @@ class LaunchRequests:
     def _argv(self, local_rank: int) -> list[str]:
         spec = self._spec
         args = [arg.replace("${local_rank}", str(local_rank)) for arg in spec.args]
-        if spec.mode is Mode.EXEC:
+        if spec.mode is EntrypointMode.EXEC:
             return [spec.entrypoint, *args]
-        return [spec.python, "-u", *(["-m"] if spec.mode is Mode.MODULE else []), spec.entrypoint, *args]
+        return [spec.python, "-u", *(["-m"] if spec.mode is EntrypointMode.MODULE else []), spec.entrypoint, *args]
 
     def _launch_config(self, **launch: Any) -> Message:
         """The start-up hook's configuration; `agent` and its descendants may trace the workers."""
