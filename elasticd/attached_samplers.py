@@ -51,7 +51,7 @@ class AttachedSamplers:
         is_continued = sampler in self._continued
         if is_iteration:
             if is_continued:
-                self._before_seed = sampler, training_state.torch_state()
+                self._before_seed = sampler, training_state.torch_random_state()
             return
         if is_continued:
             self._continued.remove(sampler)
@@ -60,4 +60,4 @@ class AttachedSamplers:
                 training_state.set_random_state(self._random_state, self._device)
             self._random_state = None
         elif is_continued and before is not None and before[0] is sampler:
-            training_state.take_back_seed(before[1])
+            training_state.undo_seed_draw(before[1])

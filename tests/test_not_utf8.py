@@ -57,7 +57,7 @@ def test_mapped_file_is_found_whatever_its_name(tmp_path: Path) -> None:
     path = tmp_path / NAME
     path.write_bytes(bytes(8192))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        offset_of = in_place.mapping(file.fileno())
+        offset_of = in_place.make_offset_lookup(file.fileno())
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         assert offset_of(address + 5000) == 5000
         assert offset_of(16) is None

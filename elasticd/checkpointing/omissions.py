@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import training_state
-from elasticd.checkpointing.state.training_state import local
+from elasticd.checkpointing.state.training_state import local_part
 from elasticd.errors import UsageError
 from elasticd.sampler import ElasticBatchSampler, SamplerUsage, uncommitted_samplers, usage_of
 
@@ -172,7 +172,8 @@ class Omissions:
     def _is_saved(self, optimizer: Any) -> bool:
         """True if something else that is attached, such as a wrapper, saves the optimizer's state."""
         own = {
-            tensor.untyped_storage().data_ptr() for tensor in map(local, training_state.tensors(dict(optimizer.state)))
+            tensor.untyped_storage().data_ptr()
+            for tensor in map(local_part, training_state.tensors(dict(optimizer.state)))
         }
         for obj in self._attached.values():
             if isinstance(obj, Module):
@@ -180,7 +181,7 @@ class Omissions:
             try:
                 saved = {
                     tensor.untyped_storage().data_ptr()
-                    for tensor in map(local, training_state.tensors(obj.state_dict()))
+                    for tensor in map(local_part, training_state.tensors(obj.state_dict()))
                 }
             except Exception:  # noqa: BLE001 - of any object: ZeroRedundancyOptimizer has none before it is gathered
                 return True
@@ -250,7 +251,8 @@ class Omissions:
                 parameters = (parameter for group in obj.param_groups for parameter in group["params"])
                 trained = [parameter for parameter in parameters if parameter.grad is not None][:_GRADIENTS]
                 gradients = [
-                    (parameter, weakref.ref(parameter.grad), local(parameter.grad)._version) for parameter in trained
+                    (parameter, weakref.ref(parameter.grad), local_part(parameter.grad)._version)
+                    for parameter in trained
                 ]
                 self._gradients |= {id(obj): gradients} if gradients else {}
 
@@ -270,7 +272,7 @@ class Omissions:
             is_wrong = are_same and self._count_fetches() == self._fetches
         else:
             is_wrong = are_same and all(
-                local(parameter.grad)._version == version and parameter.device.type == "cpu"
+                local_part(parameter.grad)._version == version and parameter.device.type == "cpu"
                 for parameter, _, version in gradients
             )
         if not is_wrong:

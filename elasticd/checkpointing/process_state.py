@@ -25,9 +25,9 @@ from elasticd.checkpointing.at_fault.held_commit import HeldCommit
 from elasticd.checkpointing.choice import Choice, OpenState
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import in_place, training_state
-from elasticd.checkpointing.state.in_place import Pieces
+from elasticd.checkpointing.state.in_place import PiecesByOffset
 from elasticd.checkpointing.state.layout import write_packed
-from elasticd.checkpointing.state.training_state import StateDict
+from elasticd.checkpointing.state.training_state import StateDict, StorageAddresses
 from elasticd.process_group import host_bytes
 
 _AT_ONCE = 8
@@ -41,10 +41,10 @@ class ProcessState:
         self._context, self._opened, self._held = context, opened, held
         self._spans: list[tuple[int, int]] = []
         """Offset and size of each large tensor in the file."""
-        self._pieces: Pieces = {}
+        self._pieces: PiecesByOffset = {}
         """The memory in this rank's objects for each tensor that they load."""
         self._replace: Callable[[], None]
-        self._targets: Pieces = {}
+        self._targets: PiecesByOffset = {}
         """The same, and mapped memory for the tensors that they do not."""
 
     def to_message(self) -> Message:
@@ -57,7 +57,7 @@ class ProcessState:
         if self._context.group.rank == choice.ranks[0]:
             assert self._held is not None
             layout = self._held.layout
-            self._spans = [(offset, storage.nbytes()) for offset, storage in layout.shared]
+            self._spans = [(offset, storage.nbytes()) for offset, storage in layout.shared_storages]
             data = json.dumps(self._spans).encode() + b"\n" + layout.pack_own()
         spans, _, packed = self._broadcast(data, choice.ranks[0]).partition(b"\n")
         self._spans = [(offset, size) for offset, size in json.loads(spans)]
@@ -89,7 +89,7 @@ class ProcessState:
         wrong = [offset for offset, size in self._spans if sizes.get(offset) != size]
         return f"{len(wrong)} of {len(self._spans)} large tensors have no place" if wrong else ""
 
-    def receive(self, choice: Choice) -> frozenset[int]:
+    def receive(self, choice: Choice) -> StorageAddresses:
         """Put what the attached objects load into its place, as `in_place.read` does. All ranks call it."""
         self._exchange(choice)
         large = {offset for offset, _ in self._spans}
@@ -100,7 +100,7 @@ class ProcessState:
 
     def _mapped(self, content: StateDict) -> dict[int, torch.Tensor]:
         """The memory of each tensor in the mapped state: for those that have no place in an object."""
-        offset_of, found = in_place.mapping(self._opened.fd), {}
+        offset_of, found = in_place.make_offset_lookup(self._opened.fd), {}
         for tensor in training_state.tensors(content):
             storage = tensor.untyped_storage()
             if (offset := offset_of(storage.data_ptr())) is not None:
@@ -114,7 +114,7 @@ class ProcessState:
         sources = {rank: holders[at % len(holders)] for at, rank in enumerate(receivers)}
         if group.rank in holders:
             assert self._held is not None
-            mine = dict(self._held.layout.shared)
+            mine = dict(self._held.layout.shared_storages)
             self._copy_own(mine, targets)
             to = [rank for rank, source in sources.items() if source == group.rank]
             pieces = [(in_place.bytes_of_storage(mine[offset]), rank) for offset, _ in self._spans for rank in to]

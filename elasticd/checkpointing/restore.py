@@ -54,7 +54,7 @@ from elasticd.checkpointing.memory.writer_client import LOST_PART_WAIT_S, Snapsh
 from elasticd.checkpointing.process_state import ProcessState
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state import in_place, shard_plan, sharded, training_state
-from elasticd.checkpointing.state.training_state import RandomState, StateDict
+from elasticd.checkpointing.state.training_state import Notes, RandomState, StateDict
 from elasticd.checkpointing.state_opener import StateOpener
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.lineage import lineage, open_verified
@@ -309,7 +309,7 @@ class Restore:
         here = range(rank - local_rank, rank - local_rank + local_size)
         why, states = "", {}
         with contextlib.suppress(Exception):  # loading says what is wrong
-            saved = self.opened.load()[training_state.RESERVED]
+            saved = self.opened.load()[training_state.RESERVED_NAME]
             lacking = [other for other, state in enumerate(saved["rng"][:world_size]) if state is None]
             for other in lacking:
                 if other == rank or (local_rank == 0 and other not in here):
@@ -386,42 +386,46 @@ class Restore:
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def _load(self, choice: Choice) -> tuple[list[str], int | None]:
+    def _load(self, choice: Choice) -> tuple[Notes, int | None]:
         """Load all that is attached; returns sentences about what was not used, and the rank that saved the state at a
         fault.
         """
         content = self.opened.load()
-        saved = content[training_state.RESERVED]
+        saved = content[training_state.RESERVED_NAME]
         self._drop_other(choice)
         notes = self._load_attached(choice, content)
         saved_by = None if choice.in_processes else donor_of(choice.key[1])
         donor = None if saved_by is None else saved.get(committed_state.DONOR_KEY, saved_by)
         rank, world_size = self._context.group.rank, self._context.group.world_size
         states = saved.get("per_rank", {})
-        notes += training_state.scatter_per_rank(self._context.per_rank, states, rank, world_size, self._optional)
+        notes += training_state.load_per_rank(self._context.per_rank, states, rank, world_size, self._optional)
         return notes + self._restore_random_state(choice, saved), donor
 
-    def _load_attached(self, choice: Choice, content: StateDict) -> list[str]:
+    def _load_attached(self, choice: Choice, content: StateDict) -> Notes:
         """Load the attached objects; returns sentences about what was not used."""
-        names = content[training_state.RESERVED].get(sharded.NAMES, [])
+        names = content[training_state.RESERVED_NAME].get(sharded.NAMES_KEY, [])
         attached, opened = self._attached, self.opened
         large = {name: obj for name, obj in attached.items() if name in names}
-        divided = {name: attached[name] for name in sharded.names(attached) - {*names} if name in content}
+        divided = {name: attached[name] for name in sharded.sharded_names(attached) - {*names} if name in content}
         small = {name: obj for name, obj in attached.items() if name not in names and name not in divided}
         if divided:
-            sharded.scatter(divided, sharded.divide(divided, content))
+            sharded.load_attached(divided, sharded.divide_whole_state(divided, content))
         if large:
-            open_file = opened.shards.open if opened.shards else shard_plan.on_disk(choice.placed(self._directory).path)
-            sharded.scatter(large, shard_plan.load_shards(open_file, lambda metadata: sharded.targets(large, metadata)))
+            open_file = (
+                opened.shards.open if opened.shards else shard_plan.open_on_disk(choice.placed(self._directory).path)
+            )
+            sharded.load_attached(
+                large, shard_plan.load_shards(open_file, lambda metadata: sharded.make_load_targets(large, metadata))
+            )
         unused = [name for name in names if name not in large]
         read = functools.partial(in_place.read, opened.fd, content, small, opened.checksum)
         if choice.in_processes:
             received = self._process.receive(choice)  # every rank, whatever loading says of its objects
             read = functools.partial(frozenset, received)
-        notes = training_state.scatter(small, content, self._optional, read)
+        notes = training_state.load_attached(small, content, self._optional, read)
         return notes + [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in unused]
 
-    def _restore_random_state(self, choice: Choice, saved: Mapping[str, Any]) -> list[str]:
+    def _restore_random_state(self, choice: Choice, saved: Mapping[str, Any]) -> Notes:
         """Restore this rank's random state, last: no load_state_dict moves the streams again."""
         every_rank, group = saved["rng"], self._context.group
         rank, ranks, world_size = group.rank, len(every_rank), group.world_size

@@ -236,7 +236,7 @@ class Saver:
         context = self.context
 
         def differences() -> list[rank_differences.Difference]:
-            return list(rank_differences.find([digests for _, _, digests in every_rank]))
+            return list(rank_differences.find_differences([digests for _, _, digests in every_rank]))
 
         def check_first() -> Message:
             if too_large:
@@ -270,14 +270,14 @@ class Saver:
         own["rng"] = [random_state for random_state, _, _ in every_rank]
         if names := list(self.context.per_rank):
             own["per_rank"] = {name: [states[name] for _, states, _ in every_rank] for name in names}
-        return {**training_state.gather(attached), training_state.RESERVED: own}
+        return {**training_state.collect_states(attached), training_state.RESERVED_NAME: own}
 
     def shards(self, attached: Mapping[str, Any]) -> ShardedSaver | None:
         """The saver of the sharded objects, None without any; all ranks call it at the same place.
 
         Raises UsageError on every rank where these objects differ between ranks.
         """
-        if self._shards is None and (names := sharded.names(attached)):
+        if self._shards is None and (names := sharded.sharded_names(attached)):
             objects = {name: obj for name, obj in attached.items() if name in names}
             self._shards = ShardedSaver(self.context, self._writes, objects)
             self.context.is_sharded = True

@@ -42,7 +42,7 @@ from elasticd.checkpointing.state import shard_plan, sharded
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.shard_plan import ShardPlan
-from elasticd.checkpointing.state.training_state import RESERVED, StateDict, no_garbage_collection
+from elasticd.checkpointing.state.training_state import RESERVED_NAME, StateDict, no_garbage_collection
 from elasticd.checkpointing.storage.atomic_write import Staging
 from elasticd.checkpointing.storage.checkpoint_files import check_cursor
 from elasticd.checkpointing.storage.manifest import METADATA, STATE, FileState, Manifest, shard_name
@@ -62,7 +62,7 @@ class ShardedSaver:
         self._mapped = MappedBuffers()
         self._is_unserved = False
         try:
-            mine = sharded.digests(objects)
+            mine = sharded.structure_digests(objects)
         except UsageError as error:
             mine = {"error": str(error)}
         probe = self._agree("sharded objects", "what is attached there", mine, self._compare)["probe"]
@@ -110,8 +110,8 @@ class ShardedSaver:
         none.
         """
         context, start = self._context, time.monotonic()
-        state = sharded.gather(self.objects, context.group.rank)
-        changed = self._plan is None or not self._plan.fits(state)
+        state = sharded.nested_state(self.objects, context.group.rank)
+        changed = self._plan is None or not self._plan.try_use_state(state)
         layout: Layout | None = None
 
         def begin(every: list[tuple[bool, bool]]) -> Message:
@@ -124,9 +124,9 @@ class ShardedSaver:
                 return {"event": "checkpoint_dropped", "why": _BUSY}
             check_cursor(draft)
             if is_new:
-                check_loadable(sharded.values(state))
+                check_loadable(sharded.non_tensor_values(state))
             small = content()
-            small[RESERVED][sharded.NAMES] = list(self.objects)
+            small[RESERVED_NAME][sharded.NAMES_KEY] = list(self.objects)
             check_loadable(small)
             layout = Layout(small)
             return {"event": "", "plan": is_new}

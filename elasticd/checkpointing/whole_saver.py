@@ -58,7 +58,9 @@ class WholeSaver:
         state = content()
         if is_rank0:
             check_loadable(state)
-        layout = Layout(state, training_state.replicated(attached, context.group.world_size), save=context.saves)
+        layout = Layout(
+            state, training_state.replicated_storages(attached, context.group.world_size), save=context.saves
+        )
         draft = context.draft(draft.step, layout.bytes, draft.cursor)
         if is_rank0:
             check_cursor(draft)

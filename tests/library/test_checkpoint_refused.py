@@ -189,7 +189,7 @@ def test_accepted_state_opens_with_torch_load(tmp_path: Path, kind: str) -> None
     assert type(loaded) is type(value)
     assert str(checkpoints.load(entry)["value"]) == str(loaded)
     kept = Kept()
-    states.scatter({"kept": kept}, {"kept": checkpoints.load(entry)})
+    states.load_attached({"kept": kept}, {"kept": checkpoints.load(entry)})
     assert str(kept.state["value"]) == str(loaded)
 
 
@@ -307,7 +307,7 @@ def test_state_that_contains_itself_is_refused_with_the_reason_and_not_by_its_di
     content["itself"] = content
     assert RankState().describe({"kept": kept}, {}, 2, 1, True)[0] == {}
     with pytest.raises(CheckpointRefused, match=r"kept\.itself contains itself"):
-        check_loadable(states.gather({"kept": kept}))
+        check_loadable(states.collect_states({"kept": kept}))
 
 
 class Halves(torch.Tensor):

@@ -18,13 +18,13 @@ def test_pieces_of_all_sizes_are_put_together_again(monkeypatch: pytest.MonkeyPa
         parts.append((len(expected), storage, start, len(storage)))
         expected += bytes(storage.tolist()[start:])
     found, most = bytearray(len(expected)), 0
-    for place, data in device_copy.pieces(torch.device("cpu"), parts):
+    for place, data in device_copy.copy_pieces(torch.device("cpu"), parts):
         found[place : place + len(data)] = data
         most = max(most, len(data))
     assert found == expected
     assert most == 128
-    for batch in device_copy.batches(parts):
+    for batch in device_copy.chunk_batches(parts):
         ends = [at + len(piece) for at, _, piece in batch]
         assert ends[-1] <= 128
         assert all(end <= at for end, (at, _, _) in zip(ends, batch[1:], strict=False))
-    assert [len(batch) for batch in device_copy.batches([(0, storages[2], 0, 128)])] == [1]
+    assert [len(batch) for batch in device_copy.chunk_batches([(0, storages[2], 0, 128)])] == [1]

@@ -28,7 +28,7 @@ from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.memory.buffers import WRITER_KILLED_REASON
 from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.saver import Saver
-from elasticd.checkpointing.state.training_state import RESERVED, StateDict
+from elasticd.checkpointing.state.training_state import RESERVED_NAME, StateDict
 from elasticd.errors import CheckpointError, CheckpointRefused
 from elasticd.heartbeat.worker_events import WorkerEventReader, WorkerEventWriter
 from elasticd.process_group import DefaultGroup
@@ -99,7 +99,7 @@ class BusyGpu(CommittedState):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.copies: Any = SimpleNamespace(is_free=lambda _: False)
+        self.copies: Any = SimpleNamespace(can_copy=lambda _: False)
 
 
 @pytest.mark.parametrize(
@@ -400,10 +400,10 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
 
     def random_state() -> Any:
         if not is_elsewhere:
-            return saved_by(ranks[1])[RESERVED]["rng"][0]
+            return saved_by(ranks[1])[RESERVED_NAME]["rng"][0]
         path = Path(step_files.record_path("commit", 0))
         there = path.rename(tmp_path / "of another node")
-        saved = saved_by(ranks[1])[RESERVED]
+        saved = saved_by(ranks[1])[RESERVED_NAME]
         assert saved["rng"][0] is None
         there.rename(path)
         return RankRecord(0, 3, [torch.zeros(3)]).random_state(RankDraws.from_saved(saved))

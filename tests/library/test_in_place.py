@@ -183,7 +183,7 @@ CASES: dict[str, tuple[Callable[[], Objects], Callable[[], Objects], int]] = {
 
 
 def saved(directory: Path, objects: Objects) -> Entry:
-    return checkpoints.save(directory, state=training_state.gather(objects))
+    return checkpoints.save(directory, state=training_state.collect_states(objects))
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def opened(entry: Entry) -> Iterator[int]:
 
 
 def content_of(objects: Objects) -> Any:
-    return copy.deepcopy(training_state.gather(objects))
+    return copy.deepcopy(training_state.collect_states(objects))
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -216,14 +216,14 @@ def equal(one: Any, other: Any) -> bool:
 def test_read_in_place_is_what_mapped_tensors_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, on_host: bool, step_bytes: int
 ) -> None:
-    monkeypatch.setattr(in_place, "_STEP_BYTES", step_bytes)
+    monkeypatch.setattr(in_place, "_READ_BYTES", step_bytes)
     if not on_host:  # as on a GPU
         monkeypatch.setattr(in_place, "_host_memory", lambda piece: None)
     make_saved, make_target, count = CASES[kind]
     torch.manual_seed(1)  # LBFGS diverges from some weights
     entry = saved(tmp_path, make_saved())
     mapped, target = make_target(), make_target()
-    training_state.scatter(mapped, checkpoints.load(entry))
+    training_state.load_attached(mapped, checkpoints.load(entry))
     found: list[int] = []
     with opened(entry) as fd:
         content = load_mapped(fd)
@@ -232,7 +232,7 @@ def test_read_in_place_is_what_mapped_tensors_load(
             found.extend(in_place.read(fd, content, target, entry.manifest.checksum))
             return found
 
-        training_state.scatter(target, content, (), functools.partial(read, content))
+        training_state.load_attached(target, content, (), functools.partial(read, content))
     assert equal(content_of(target), content_of(mapped))
     assert len(found) == count
     del content
@@ -244,11 +244,11 @@ def test_read_in_place_is_what_mapped_tensors_load(
 @pytest.mark.parametrize("steps", [0, 1])
 def test_optimizer_keeps_its_own_memory_where_tensors_are_mapped(tmp_path: Path, make: Any, steps: int) -> None:
     entry, target = saved(tmp_path, optimized(3, make)), optimized(steps, make)
-    before = training_state.addresses(target["optimizer"].state)
+    before = training_state.storage_addresses(target["optimizer"].state)
     loaded = checkpoints.load(entry)
-    training_state.scatter(target, loaded)
-    own = training_state.addresses(target["optimizer"].state)
-    assert training_state.addresses(loaded).isdisjoint(own)
+    training_state.load_attached(target, loaded)
+    own = training_state.storage_addresses(target["optimizer"].state)
+    assert training_state.storage_addresses(loaded).isdisjoint(own)
     assert equal(content_of(target), loaded)
     if steps and make is torch.optim.Adam:
         assert own == before
@@ -274,7 +274,7 @@ def test_nothing_is_changed_where_the_checkpoint_lacks_an_object(tmp_path: Path)
     with opened(entry) as fd:
         content = load_mapped(fd)
         with pytest.raises(CheckpointError, match="holds nothing for other"):
-            training_state.scatter(target, content, (), lambda: in_place.read(fd, content, target))
+            training_state.load_attached(target, content, (), lambda: in_place.read(fd, content, target))
     assert equal(content_of(target), before)
 
 

@@ -48,11 +48,11 @@ def test_stream_that_lacks_is_an_error() -> None:
 
 @pytest.mark.parametrize(("more", "is_taken_back"), [(0, True), (1, False)])
 def test_seed_of_a_data_loader_is_taken_back_if_nothing_else_was_drawn(more: int, is_taken_back: bool) -> None:
-    before = training_state.torch_state()
+    before = training_state.torch_random_state()
     torch.empty((), dtype=torch.int64).random_()  # as DataLoader's iterator draws its seed
     torch.rand(more)
-    training_state.take_back_seed(before)
-    assert torch.equal(training_state.torch_state(), before) == is_taken_back
+    training_state.undo_seed_draw(before)
+    assert torch.equal(training_state.torch_random_state(), before) == is_taken_back
 
 
 class GpuGenerator:
@@ -89,7 +89,7 @@ def test_generator_of_a_gpu_is_read_at_each_look(kind: type[GpuGenerator], monke
     found = generators.Generators(torch.device("cuda", 1))
     for drawn in (4, 8):
         of_gpu.drawn = drawn
-        numbers = found.look()
+        numbers = found.read_numbers()
         assert numbers[-1] == struct.pack("=QQ", 7, drawn)
         memory = b"".join(map(bytes, found.memory))
         assert generators.decode(memory, numbers)["cuda"].tolist() == of_gpu.get_state().tolist()
@@ -104,7 +104,7 @@ def test_generator_of_a_gpu_with_another_state_is_refused(monkeypatch: pytest.Mo
 def test_generators_of_a_rank_without_a_gpu() -> None:
     numpy.random.get_state()  # imported
     found = generators.Generators()
-    numbers = found.look()
+    numbers = found.read_numbers()
     state = generators.decode(b"".join(map(bytes, found.memory)), numbers)
     expected = training_state.random_state(CPU)
     assert state.keys() == expected.keys() and numbers[-1] == b""
@@ -112,11 +112,11 @@ def test_generators_of_a_rank_without_a_gpu() -> None:
     words, rest = expected["numpy"][1].tolist(), expected["numpy"][2:]
     assert (state["numpy"][1].tolist(), state["numpy"][2:]) == (words, rest)
     random.gauss(0, 1)  # leaves the half of a pair
-    numbers = found.look()
+    numbers = found.read_numbers()
     state = generators.decode(b"".join(map(bytes, found.memory)), numbers)
     assert state["python"][2] == random.getstate()[2] is not None
     random.gauss(0, 1)
-    assert generators.decode(b"".join(map(bytes, found.memory)), found.look())["python"][2] is None
+    assert generators.decode(b"".join(map(bytes, found.memory)), found.read_numbers())["python"][2] is None
 
 
 class Later(random.Random):
@@ -127,6 +127,6 @@ class Later(random.Random):
 
 
 def test_generator_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generators, "_memory", lambda _: memoryview(bytes(8)))
+    monkeypatch.setattr(generators, "_object_memory", lambda _: memoryview(bytes(8)))
     with pytest.raises(CheckpointError, match="python's random state is of version 4, not 3"):
         generators.python_source(Later())

@@ -14,12 +14,12 @@ from torch import nn
 
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.rank_differences import (
+    DIGEST_TRIALS,
     LONGEST_DIGEST_S,
-    MOST_SAMPLED,
-    TRIALS,
+    MOST_SAMPLED_PARAMETERS,
     Difference,
     RankState,
-    find,
+    find_differences,
 )
 
 DDP = "Train it in DistributedDataParallel"
@@ -48,7 +48,7 @@ class Ranks:
         every = zip(self._states, self.attached, in_shards or [{}, {}], strict=True)
         found = [mine.describe(attached, shards, 2, step, self._is_first) for mine, attached, shards in every]
         self._is_first = False
-        return list(find([training_state.from_bytes(training_state.to_bytes(each)) for each in found]))
+        return list(find_differences([training_state.from_bytes(training_state.to_bytes(each)) for each in found]))
 
 
 class Small:
@@ -77,12 +77,12 @@ def test_parameters_that_differ(saves: int) -> None:
 
 
 def test_each_parameter_of_a_large_module_is_seen() -> None:
-    count = 3 * MOST_SAMPLED
+    count = 3 * MOST_SAMPLED_PARAMETERS
     ranks = Ranks(nn.ParameterList(torch.ones(3) for _ in range(count)), torch.optim.SGD)
     for number in (0, 100, count - 1):
         with torch.no_grad():
             ranks.attached[1]["model"][number] += 0.1
-        found = [ranks.save() for _ in range(count // MOST_SAMPLED + 1)]
+        found = [ranks.save() for _ in range(count // MOST_SAMPLED_PARAMETERS + 1)]
         assert sum(map(len, found)) == 1
         with torch.no_grad():
             ranks.attached[1]["model"][number] -= 0.1
@@ -221,7 +221,7 @@ def test_order_in_which_an_optimizer_has_come_to_its_parameters_does_not_count()
 
 def test_small_object_that_differs_from_some_save_on() -> None:
     ranks = Ranks(nn.Linear(4, 4), counter=Small(value=1))
-    assert not any(ranks.save() for _ in range(TRIALS + 1))
+    assert not any(ranks.save() for _ in range(DIGEST_TRIALS + 1))
     ranks.attached[1]["counter"].values["value"] = 2
     (found,) = ranks.save()
     assert (found.name, found.is_error) == ("counter", True)
@@ -239,12 +239,12 @@ def test_object_with_hooks_is_asked_at_the_first_save_only_and_a_slow_one_at_few
     ranks.attached[1]["slow"].takes_s = 2 * LONGEST_DIGEST_S
     for attached in ranks.attached:
         attached["hooked"].only_at_saves = True
-    for _ in range(TRIALS):
+    for _ in range(DIGEST_TRIALS):
         assert not ranks.save()
     ranks.attached[1]["slow"].values["value"] = ranks.attached[1]["hooked"].values["value"] = 2
     assert not ranks.save()
     calls = [[attached[name].calls for name in ("slow", "hooked")] for attached in ranks.attached]
-    assert [calls[0][1], *calls[1]] == [1, TRIALS, 1]  # on rank 0 the machine may have been slow, too
+    assert [calls[0][1], *calls[1]] == [1, DIGEST_TRIALS, 1]  # on rank 0 the machine may have been slow, too
 
 
 def test_unsharded_parameters_of_a_sharded_module_at_later_saves() -> None:

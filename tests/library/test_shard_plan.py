@@ -38,8 +38,8 @@ class View(shard_plan.DiskView):
 
     read_in_place = 0
 
-    def read(self, start: int, target: torch.Tensor) -> None:
-        super().read(start, target)
+    def read_into(self, start: int, target: torch.Tensor) -> None:
+        super().read_into(start, target)
         View.read_in_place += 1
 
 
@@ -97,7 +97,9 @@ def in_memory(folder: Path) -> shard_plan.OpenFile:
 
 def load_both(folder: Path, make: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
     """What is loaded from the disk, and from memory."""
-    return [shard_plan.load_shards(each, lambda _: make()) for each in (shard_plan.on_disk(folder), in_memory(folder))]
+    return [
+        shard_plan.load_shards(each, lambda _: make()) for each in (shard_plan.open_on_disk(folder), in_memory(folder))
+    ]
 
 
 def test_files_that_are_in_memory_are_read_as_well(tmp_path: Path) -> None:
@@ -274,11 +276,11 @@ def test_range_of_a_file_is_mapped_from_its_start(tmp_path: Path) -> None:
 def test_plan_fits_until_the_structure_changes() -> None:
     state = {"w": WEIGHT, "v": 3}
     plan = shard_plan.ShardPlan(state, ALONE)
-    assert plan.fits({"w": WEIGHT + 1, "v": 4})
+    assert plan.try_use_state({"w": WEIGHT + 1, "v": 4})
     others = [
         {"w": WEIGHT.double(), "v": 3},
         {"w": WEIGHT.t(), "v": 3},
         {"w": WEIGHT},
         {"w": WEIGHT, "v": "longer" * 50},
     ]
-    assert not any(map(plan.fits, others))
+    assert not any(map(plan.try_use_state, others))

@@ -153,9 +153,9 @@ def test_every_kind_of_tensor_is_written_as_torch_writes_it(tmp_path: Path) -> N
         assert found[key].dtype == value.dtype
         one, other = (each.detach().reshape(-1).view(torch.uint8) for each in (found[key], value))
         assert torch.equal(one, other), key
-    assert plan.fits({"own": {**content, "value": [2, "other", None]}})
-    assert not plan.fits({"own": {**content, "value": [2, "longer text" * 20, None]}})
-    assert not plan.fits({"own": {**content, "number": torch.tensor([7])}})
+    assert plan.try_use_state({"own": {**content, "value": [2, "other", None]}})
+    assert not plan.try_use_state({"own": {**content, "value": [2, "longer text" * 20, None]}})
+    assert not plan.try_use_state({"own": {**content, "number": torch.tensor([7])}})
 
 
 def test_what_is_not_sharded_is_compared() -> None:
@@ -166,24 +166,24 @@ def test_what_is_not_sharded_is_compared() -> None:
     attached = {"model": model, "optimizer": optimizer}
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
-    before = sharded.plain_digests(attached, 2)
+    before = sharded.unsharded_digests(attached, 2)
     keys = [key for key, _ in model.named_parameters()]
     kept = [f"optimizer.state.{key}.{name}" for key in keys for name in ("exp_avg", "exp_avg_sq")]
     assert [*before] == [*(f"model.{key}" for key in keys), *kept]
     optimizer.state[model[1].bias]["step"] += 1
     model[1].running_mean.add_(1)
-    assert sharded.plain_digests(attached, 2) == before
+    assert sharded.unsharded_digests(attached, 2) == before
     optimizer.state[model[1].bias]["exp_avg"][2] += 1
-    after = sharded.plain_digests(attached, 2)
+    after = sharded.unsharded_digests(attached, 2)
     assert [key for key in before if before[key] != after[key]] == ["optimizer.state.1.bias.exp_avg"]
-    (difference,) = rank_differences.find([[{}, each, {}] for each in (before, before, after)])
+    (difference,) = rank_differences.find_differences([[{}, each, {}] for each in (before, before, after)])
     assert difference.what.startswith("optimizer.state.1.bias.exp_avg is not sharded, and on rank 2 it differs")
-    assert not list(rank_differences.find([[{}, before, {}]] * 2))
+    assert not list(rank_differences.find_differences([[{}, before, {}]] * 2))
 
 
 def test_values_of_a_state_are_what_is_no_tensor() -> None:
     state = {"step": 3, "momentum": torch.ones(2), "nested": {"mean": torch.ones(2), "count": 1}}
-    assert sharded.values(state) == {"step": 3, "nested": {"count": 1}}
+    assert sharded.non_tensor_values(state) == {"step": 3, "nested": {"count": 1}}
 
 
 def test_metadata_cannot_run_code(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
 
     (tmp_path / METADATA).write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointCorrupt, match=r"it refers to posix\.mkdir"):
-        shard_plan.load_shards(shard_plan.on_disk(tmp_path), lambda metadata: {})
+        shard_plan.load_shards(shard_plan.open_on_disk(tmp_path), lambda metadata: {})
     assert not (tmp_path / "evil").exists()
 
 

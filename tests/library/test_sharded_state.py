@@ -57,8 +57,10 @@ def save(state: dict[str, Any], folder: Path) -> None:
 
 
 def load(attached: dict[str, Any], folder: Path) -> None:
-    loaded = shard_plan.load_shards(shard_plan.on_disk(folder), lambda metadata: sharded.targets(attached, metadata))
-    sharded.scatter(attached, loaded)
+    loaded = shard_plan.load_shards(
+        shard_plan.open_on_disk(folder), lambda metadata: sharded.make_load_targets(attached, metadata)
+    )
+    sharded.load_attached(attached, loaded)
 
 
 def net() -> nn.Module:
@@ -84,13 +86,13 @@ def objects(**options: Any) -> dict[str, Any]:
 
 def test_modules_and_optimizers_are_in_shards_if_one_has_a_sharded_parameter(mesh: DeviceMesh) -> None:
     plain, other = nn.Linear(6, 4), object()
-    assert sharded.names({"plain": plain, "other": other}) == frozenset()
+    assert sharded.sharded_names({"plain": plain, "other": other}) == frozenset()
     divided = shard(nn.Linear(6, 4), mesh)
     attached = {"plain": plain, "other": other, "divided": divided, "sgd": torch.optim.SGD(divided.parameters())}
-    assert sharded.names(attached) == {"plain", "divided", "sgd"}
-    assert sharded.names({"sgd": attached["sgd"], "other": other}) == {"sgd"}
+    assert sharded.sharded_names(attached) == {"plain", "divided", "sgd"}
+    assert sharded.sharded_names({"sgd": attached["sgd"], "other": other}) == {"sgd"}
     plain.register_buffer("own", distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
-    assert sharded.names({"plain": plain}) == {"plain"}
+    assert sharded.sharded_names({"plain": plain}) == {"plain"}
 
 
 def zero(module: nn.Module) -> Any:
@@ -102,7 +104,7 @@ def zero(module: nn.Module) -> Any:
 def test_optimizer_that_divides_its_state_is_sharded(mesh: DeviceMesh) -> None:
     model = nn.Linear(6, 4)
     optimizer = zero(model)
-    assert sharded.names({"model": model, "optimizer": optimizer}) == {"model", "optimizer"}
+    assert sharded.sharded_names({"model": model, "optimizer": optimizer}) == {"model", "optimizer"}
     sharded.check_mesh("optimizer", optimizer, 2)
     with pytest.raises(UsageError, match="its parameters are sharded already, and ZeroRedundancyOptimizer would"):
         sharded.check_mesh("optimizer", zero(shard(nn.Linear(6, 4), mesh)), 2)
@@ -135,7 +137,7 @@ def test_what_has_to_be_equal_on_all_ranks(mesh: DeviceMesh) -> None:
     """Names, shapes, types, placements, meshes, and an optimizer's class and settings; not the numbers."""
 
     def digests(model: nn.Module, make: Any = torch.optim.AdamW, **options: Any) -> dict[str, str]:
-        return sharded.digests({"model": model, "optimizer": make(model.parameters(), **options)})
+        return sharded.structure_digests({"model": model, "optimizer": make(model.parameters(), **options)})
 
     usual = digests(net(), lr=0.1)
     assert digests(net(), lr=0.1) == usual
@@ -159,7 +161,7 @@ def test_buffers_and_groups_are_those_of_rank_0(mesh: DeviceMesh) -> None:
     model.register_buffer("divided", distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
     attached = {"model": model, "optimizer": trained(model)}
     buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    first, second = (sharded.gather(attached, rank) for rank in (0, 1))
+    first, second = (sharded.nested_state(attached, rank) for rank in (0, 1))
     assert first["model"].keys() - second["model"].keys() == buffers
     assert "divided" in second["model"]
     assert first["model"]["0.weight"] is model[0].weight
@@ -176,25 +178,25 @@ def test_parameter_of_two_modules_has_its_modules_name(mesh: DeviceMesh) -> None
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     both = torch.optim.SGD([*one.parameters(), *two.parameters()])
     attached = {"one": one, "two": two, "unused": nn.Linear(2, 2), "sgd": both}
-    named = sharded.gather(attached, 0)["sgd"]["param_groups"][0]["params"]
+    named = sharded.nested_state(attached, 0)["sgd"]["param_groups"][0]["params"]
     assert named == ["one.weight", "one.bias", "two.weight", "two.bias"]
     with pytest.raises(UsageError, match=r"attach\(sgd=...\): it trains a parameter of no attached module"):
-        sharded.gather({"one": one, "sgd": both}, 0)
+        sharded.nested_state({"one": one, "sgd": both}, 0)
 
 
 def test_no_digest_of_what_is_sharded_or_managed_by_others(mesh: DeviceMesh) -> None:
     model = nn.Sequential(shard(nn.Linear(6, 4), mesh), nn.Linear(4, 1), nn.Linear(1, 1, bias=False))
     single = "model.2.weight"  # one number, but a parameter
-    assert [*sharded.plain_digests({"model": model}, 2)] == ["model.1.weight", "model.1.bias", single]
+    assert [*sharded.unsharded_digests({"model": model}, 2)] == ["model.1.weight", "model.1.bias", single]
     pair = nn.Linear(1, 2, bias=False)
     sgd = trained(pair, torch.optim.SGD, momentum=0.9)
-    assert [*sharded.plain_digests({"pair": pair, "sgd": sgd}, 2)] == [
+    assert [*sharded.unsharded_digests({"pair": pair, "sgd": sgd}, 2)] == [
         "pair.weight",
         "sgd.state.weight.momentum_buffer",
     ]
     other = nn.Linear(6, 4)
     optimizer = zero(other)
-    assert [*sharded.plain_digests({"other": other, "zero": optimizer}, 2)] == ["other.weight", "other.bias"]
+    assert [*sharded.unsharded_digests({"other": other, "zero": optimizer}, 2)] == ["other.weight", "other.bias"]
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -204,30 +206,32 @@ def test_state_that_was_saved_is_loaded(tmp_path: Path) -> None:
     torch.manual_seed(1)
     saved, target = objects(lr=0.3), objects(lr=0.1)
     saved["model"](torch.randn(8, 6))
-    save(sharded.gather(saved, 0), tmp_path)
+    save(sharded.nested_state(saved, 0), tmp_path)
     load(target, tmp_path)
-    assert equal(training_state.gather(target), training_state.gather(saved))
+    assert equal(training_state.collect_states(target), training_state.collect_states(saved))
 
 
 def test_optimizer_without_a_state_gets_all_of_it(tmp_path: Path) -> None:
     saved = objects()
-    save(sharded.gather(saved, 0), tmp_path)
+    save(sharded.nested_state(saved, 0), tmp_path)
     model = net()
     target = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     load(target, tmp_path)
-    assert equal(training_state.gather(target), training_state.gather(saved))
+    assert equal(training_state.collect_states(target), training_state.collect_states(saved))
 
 
 def test_optimizer_of_fewer_parameters_is_refused_and_its_modules_are_loaded(tmp_path: Path) -> None:
     """The state of a parameter that the optimizer does not train is not read."""
     saved = objects()
-    save(sharded.gather(saved, 0), tmp_path)
+    save(sharded.nested_state(saved, 0), tmp_path)
     model = net()
     target = {"model": model, "optimizer": torch.optim.AdamW(model[0].parameters())}
-    loaded = shard_plan.load_shards(shard_plan.on_disk(tmp_path), lambda metadata: sharded.targets(target, metadata))
+    loaded = shard_plan.load_shards(
+        shard_plan.open_on_disk(tmp_path), lambda metadata: sharded.make_load_targets(target, metadata)
+    )
     assert loaded["optimizer"]["state"].keys() == {"0.weight", "0.bias"}
     with pytest.raises(CheckpointError, match="the checkpoint has 1 parameter groups and this optimizer 1, or they"):
-        sharded.scatter(target, loaded)
+        sharded.load_attached(target, loaded)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +247,7 @@ def test_module_of_other_parameters_is_refused(
 ) -> None:
     """Whatever another module of the checkpoint has."""
     both = {"other": nn.Linear(3, 3), "model": saved}
-    save(sharded.gather(both, 0), tmp_path)
+    save(sharded.nested_state(both, 0), tmp_path)
     with pytest.raises(CheckpointError, match=f"^{sentence}$"):
         load({**both, "model": target}, tmp_path)
 
@@ -253,22 +257,24 @@ def test_new_state_is_sharded_as_its_parameter_is(tmp_path: Path, mesh: DeviceMe
     saved = nn.Linear(6, 4)
     optimizer = trained(saved)
     optimizer.state[saved.weight]["odd"] = torch.ones(5)
-    save(sharded.gather({"model": saved, "optimizer": optimizer}, 0), tmp_path)
+    save(sharded.nested_state({"model": saved, "optimizer": optimizer}, 0), tmp_path)
     model = shard(nn.Linear(6, 4), mesh)
     made: list[Any] = []
 
     def targets(metadata: Any) -> Any:
-        made.append(sharded.targets({"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, metadata))
+        made.append(
+            sharded.make_load_targets({"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, metadata)
+        )
         return {}
 
-    shard_plan.load_shards(shard_plan.on_disk(tmp_path), targets)
+    shard_plan.load_shards(shard_plan.open_on_disk(tmp_path), targets)
     state = made[0]["optimizer"]["state"]["weight"]
     assert state["exp_avg"].placements == (Shard(0),) and state["exp_avg"].to_local().shape == (2, 6)
     assert not isinstance(state["odd"], DTensor) and state["odd"].shape == (5,)
     assert state["step"].shape == ()
     meta = nn.Linear(6, 4, device="meta")
     model = meta
-    shard_plan.load_shards(shard_plan.on_disk(tmp_path), targets)
+    shard_plan.load_shards(shard_plan.open_on_disk(tmp_path), targets)
     state = made[1]["optimizer"]["state"]["weight"]
     assert {key: value.device.type for key, value in state.items()} == {
         "step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta", "odd": "meta",
@@ -279,10 +285,10 @@ def test_whole_state_is_divided(mesh: DeviceMesh) -> None:
     """This rank gets the second half of the rows, and a count as it is; in memory of its own."""
     torch.manual_seed(1)
     saved = objects()
-    whole = training_state.gather(saved)
+    whole = training_state.collect_states(saved)
     model = nn.Sequential(shard(nn.Linear(6, 4), mesh), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
-    divided = sharded.divide({"model": model, "optimizer": optimizer}, whole)
+    divided = sharded.divide_whole_state({"model": model, "optimizer": optimizer}, whole)
     weight = divided["model"]["0.weight"]
     assert weight.placements == (Shard(0),)
     assert torch.equal(weight.to_local(), whole["model"]["0.weight"][2:])
@@ -293,7 +299,7 @@ def test_whole_state_is_divided(mesh: DeviceMesh) -> None:
     assert not isinstance(state["0.weight"]["step"], DTensor)
     assert divided["optimizer"]["param_groups"][0]["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     own = [weight.to_local(), state["0.weight"]["exp_avg"].to_local(), divided["model"]["1.running_var"]]
-    assert training_state.addresses(whole).isdisjoint(training_state.addresses(own))
+    assert training_state.storage_addresses(whole).isdisjoint(training_state.storage_addresses(own))
 
 
 @pytest.mark.parametrize(
@@ -306,14 +312,14 @@ def test_whole_state_is_divided(mesh: DeviceMesh) -> None:
 )
 def test_whole_state_of_another_module_is_refused(saved: nn.Module, target: nn.Module, sentence: str) -> None:
     with pytest.raises(CheckpointError, match=f"^{sentence}$"):
-        sharded.divide({"model": target}, {"model": saved.state_dict()})
+        sharded.divide_whole_state({"model": target}, {"model": saved.state_dict()})
 
 
 def test_whole_state_of_more_parameters_is_divided_among_those_there_are() -> None:
     saved = nn.Linear(2, 2)
     whole = {"model": {"weight": saved.weight}, "optimizer": trained(saved, torch.optim.SGD, momentum=0.9).state_dict()}
     model = nn.Linear(2, 2, bias=False)
-    divided = sharded.divide({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, whole)
+    divided = sharded.divide_whole_state({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, whole)
     assert [*divided["optimizer"]["state"]] == ["weight"]
     assert divided["optimizer"]["param_groups"][0]["params"] == ["weight"]
 
@@ -327,12 +333,12 @@ def test_part_of_an_optimizer_that_divides_its_state_is_loaded(mesh: DeviceMesh)
         parameter.grad = torch.ones_like(parameter)
     part.step()
     attached = {"model": model, "optimizer": optimizer}
-    state = sharded.gather(attached, 0)
+    state = sharded.nested_state(attached, 0)
     (own,) = state["optimizer"]["state"].keys()
     assert state["optimizer"]["param_groups"][0]["params"] == ["weight", "bias"]
     state["optimizer"]["param_groups"][0]["lr"] = 0.7
     state["optimizer"]["state"][own] = {"momentum_buffer": torch.full_like(dict(model.named_parameters())[own], 5.0)}
-    sharded.scatter(attached, {"model": model.state_dict(), "optimizer": state["optimizer"]})
+    sharded.load_attached(attached, {"model": model.state_dict(), "optimizer": state["optimizer"]})
     assert optimizer.param_groups[0]["lr"] == part.param_groups[0]["lr"] == 0.7
     (loaded,) = part.state.values()
     assert bool((loaded["momentum_buffer"] == 5).all())

@@ -49,7 +49,7 @@ def test_random_states_at_each_commit_are_exact(
     tmp_path: Path, draw: Callable[[], Any], is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_known:
-        monkeypatch.setattr(generators, "_memory", lambda _: memoryview(bytes(8)))
+        monkeypatch.setattr(generators, "_object_memory", lambda _: memoryview(bytes(8)))
     sources = (generators.python_source(PYTHON), *generators.numpy_sources(NUMPY))
     assert [isinstance(each, memoryview) for each in sources] == [is_known] * 3
     record, path = StepRecord(str(tmp_path / "record"), [], [torch.ones(3)]), str(tmp_path / "record")

@@ -113,8 +113,8 @@ def test_equal_on_all_ranks_is_what_ddp_trains_and_what_its_optimizer_keeps(two_
     attached = {"model": parallel, "alone": alone, "optimizer": optimizers[0], "other": optimizers[1], "kept": Kept()}
     trained = [module[0].weight, module[0].bias, module[1].weight, module[1].bias, module[2].weight, module[3].weight]
     kept = [optimizers[0].state[each]["momentum_buffer"] for each in trained]
-    assert training_state.replicated(attached, 2) == {each.data_ptr() for each in (*trained, *kept)}
-    assert training_state.replicated(attached, 3) == frozenset(), "its group is not of all ranks"
+    assert training_state.replicated_storages(attached, 2) == {each.data_ptr() for each in (*trained, *kept)}
+    assert training_state.replicated_storages(attached, 3) == frozenset(), "its group is not of all ranks"
 
     class Own(torch.optim.SGD):
         def state_dict(self) -> Any:
@@ -122,16 +122,18 @@ def test_equal_on_all_ranks_is_what_ddp_trains_and_what_its_optimizer_keeps(two_
 
     own = Own(module.parameters(), momentum=0.9)
     own.state.update(optimizers[0].state)
-    assert training_state.replicated({"model": parallel, "own": own}, 2) == {each.data_ptr() for each in trained}
+    assert training_state.replicated_storages({"model": parallel, "own": own}, 2) == {
+        each.data_ptr() for each in trained
+    }
 
 
 def test_names_of_what_is_missing_and_not_used() -> None:
     state = {"a": {"x": 1}, "b": {"x": 2}, "elasticd": {}}
     targets = {"a": Kept(), "c": Kept(own=1), "d": Kept()}
     with pytest.raises(CheckpointError, match=r"^the checkpoint holds nothing for d, only a, b; attach under"):
-        training_state.scatter(targets, state, ["c"])
+        training_state.load_attached(targets, state, ["c"])
     assert targets["a"].kept == {}
-    assert training_state.scatter(targets, state, ["c", "d"]) == [
+    assert training_state.load_attached(targets, state, ["c", "d"]) == [
         "the checkpoint holds nothing for c, which is optional and stays as it is",
         "the checkpoint holds nothing for d, which is optional and stays as it is",
         "nothing is attached as b: that part of the checkpoint was not used",
@@ -145,7 +147,7 @@ def test_objects_get_copies_of_what_is_mapped(is_mapped: bool, sparse: bool) -> 
     weight = torch.eye(3)
     saved = {"it": {"w": weight, **({"s": torch.eye(2).to_sparse()} if sparse else {})}}
     target = Kept()
-    training_state.scatter({"it": target}, saved, (), lambda: () if is_mapped else {weight.data_ptr()})
+    training_state.load_attached({"it": target}, saved, (), lambda: () if is_mapped else {weight.data_ptr()})
     assert torch.equal(target.kept["w"], weight)
     assert (target.kept["w"] is weight) == (not is_mapped and not sparse)
 
@@ -157,9 +159,9 @@ def test_module_that_keeps_what_it_loads_gets_a_copy() -> None:
 
     saved, target, copied = nn.Linear(2, 2).state_dict(), Keeping(2, 2), nn.Linear(2, 2)
     before = copied.weight.data_ptr()
-    training_state.scatter({"it": target, "other": copied}, {"it": saved, "other": saved})
+    training_state.load_attached({"it": target, "other": copied}, {"it": saved, "other": saved})
     assert torch.equal(target.weight, saved["weight"]) and torch.equal(copied.weight, saved["weight"])
-    assert training_state.addresses(target.state_dict()).isdisjoint(training_state.addresses(saved))
+    assert training_state.storage_addresses(target.state_dict()).isdisjoint(training_state.storage_addresses(saved))
     assert copied.weight.data_ptr() == before
 
 
@@ -172,11 +174,11 @@ def test_optimizer_keeps_its_memory_or_gets_new() -> None:
         if kind == "double":
             target.state[module.weight]["momentum_buffer"] = torch.zeros(2, 2, dtype=torch.float64)
         before = target.state[module.weight].get("momentum_buffer")
-        training_state.scatter({"it": target}, {"it": saved})
+        training_state.load_attached({"it": target}, {"it": saved})
         now = target.state[module.weight]["momentum_buffer"]
         assert torch.equal(now, torch.ones(2, 2)) and now.dtype == torch.float32
         assert (before is not None and before.data_ptr() == now.data_ptr()) == (kind == "same")
-        assert training_state.addresses(target.state).isdisjoint(training_state.addresses(saved))
+        assert training_state.storage_addresses(target.state).isdisjoint(training_state.storage_addresses(saved))
 
 
 def test_optimizer_whose_tensors_share_memory_gets_a_copy_in_which_they_do() -> None:
@@ -184,66 +186,66 @@ def test_optimizer_whose_tensors_share_memory_gets_a_copy_in_which_they_do() -> 
     optimizer = stepped(module, momentum=0.9)
     saved = optimizer.state_dict()
     saved["state"][0]["again"] = saved["state"][0]["momentum_buffer"]
-    training_state.scatter({"it": optimizer}, {"it": saved})
+    training_state.load_attached({"it": optimizer}, {"it": saved})
     state = optimizer.state[module.weight]
     assert state["again"].data_ptr() == state["momentum_buffer"].data_ptr()
-    assert training_state.addresses(optimizer.state).isdisjoint(training_state.addresses(saved))
+    assert training_state.storage_addresses(optimizer.state).isdisjoint(training_state.storage_addresses(saved))
 
 
 def test_state_of_another_optimizer_is_refused() -> None:
     adam = stepped(nn.Linear(2, 2), torch.optim.Adam).state_dict()
     with pytest.raises(CheckpointError) as raised:
-        training_state.scatter({"it": torch.optim.SGD(nn.Linear(2, 2).parameters())}, {"it": copy.deepcopy(adam)})
+        training_state.load_attached({"it": torch.optim.SGD(nn.Linear(2, 2).parameters())}, {"it": copy.deepcopy(adam)})
     assert str(raised.value).startswith(
         "the checkpoint has the state of another optimizer than SGD, which keeps exp_avg, exp_avg_sq, step, and has "
         "no dampening, momentum: restore into"
     )
     target = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(CheckpointError, match="of another optimizer than SGD, and has no dampening, momentum"):
-        training_state.scatter({"it": target}, {"it": {**adam, "state": {}}})
+        training_state.load_attached({"it": target}, {"it": {**adam, "state": {}}})
     scheduled = torch.optim.SGD(nn.Linear(2, 2).parameters())
     scheduled.param_groups[0]["initial_lr"] = 1.0  # a scheduler's
-    training_state.scatter({"it": scheduled}, {"it": torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict()})
+    training_state.load_attached({"it": scheduled}, {"it": torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict()})
 
 
 def test_names_of_a_part_that_was_compiled_are_those_without() -> None:
     module = nn.Sequential(Compiled(nn.BatchNorm1d(2)))
-    saved = training_state.gather({"it": module, "kept": Kept(**{"_orig_mod.x": 1})})
+    saved = training_state.collect_states({"it": module, "kept": Kept(**{"_orig_mod.x": 1})})
     assert "0.weight" in saved["it"] and "0._orig_mod.weight" not in saved["it"]
     assert "0" in saved["it"]._metadata
     assert saved["kept"] == {"_orig_mod.x": 1}
-    assert training_state.wrapped(saved["it"], module).keys() == module.state_dict().keys()
+    assert training_state.with_compiled_keys(saved["it"], module).keys() == module.state_dict().keys()
     plain = nn.Sequential(nn.BatchNorm1d(2))
-    assert training_state.wrapped(saved["it"], plain) is saved["it"]
-    assert training_state.wrapped(saved["it"], Kept()) is saved["it"]
+    assert training_state.with_compiled_keys(saved["it"], plain) is saved["it"]
+    assert training_state.with_compiled_keys(saved["it"], Kept()) is saved["it"]
     without = OrderedDict(saved["it"])  # and without the versions of modules
-    assert not hasattr(training_state.wrapped(without, module), "_metadata")
+    assert not hasattr(training_state.with_compiled_keys(without, module), "_metadata")
 
 
 def test_each_rank_gets_its_state() -> None:
     states = {"it": [{"n": 0}, {"n": 1}], "unused": [{}]}
     target = Kept()
-    assert training_state.scatter_per_rank({"it": target}, states, 1, 2, ()) == [
+    assert training_state.load_per_rank({"it": target}, states, 1, 2, ()) == [
         "nothing is attached per rank as unused: that part of the checkpoint was not used"
     ]
     assert target.kept == {"n": 1} and target.kept is not states["it"][1]
-    assert training_state.scatter_per_rank({"new": target}, {}, 1, 2, ["new"]) == [
+    assert training_state.load_per_rank({"new": target}, {}, 1, 2, ["new"]) == [
         "the checkpoint holds nothing for new, which is optional and stays as it is"
     ]
     with pytest.raises(CheckpointError, match="the checkpoint holds no state of each rank for new; attach under the"):
-        training_state.scatter_per_rank({"new": target}, {}, 1, 2, ["other"])
+        training_state.load_per_rank({"new": target}, {}, 1, 2, ["other"])
 
 
 @pytest.mark.parametrize(("saved", "notes"), [(2, []), (3, ["it: they are averaged"])])
 def test_states_of_another_number_of_ranks(saved: int, notes: list[str]) -> None:
     states = {"it": [{"n": number} for number in range(saved)]}
     target = OfAllRanks()
-    assert training_state.scatter_per_rank({"it": target}, states, 1, 4, ["it"]) == notes
+    assert training_state.load_per_rank({"it": target}, states, 1, 4, ["it"]) == notes
     assert target.kept == {"states": states["it"], "rank": 1, "world_size": 4}
     with pytest.raises(
         CheckpointError, match=f"it was saved by {saved} ranks, and now there are 4: give Kept a method"
     ):
-        training_state.scatter_per_rank({"it": Kept()}, states, 1, 4, ())
+        training_state.load_per_rank({"it": Kept()}, states, 1, 4, ())
 
 
 def test_numpy_stream_is_saved_and_restored_where_numpy_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,7 +344,7 @@ class CommittedState:
         parts = [
             (0, tensor.untyped_storage(), at, at + len(tensor)) for tensor, at in zip(tensors, starts, strict=True)
         ]
-        return [] if self.copies is None else [bytes(data) for _, data in self.copies.pieces(parts)]
+        return [] if self.copies is None else [bytes(data) for _, data in self.copies.copy_pieces(parts)]
 
     def _small_objects(self, commit: Commit) -> Iterator[tuple[str, Any]]:
         """The small objects as of the commit."""
@@ -363,7 +363,7 @@ class CommittedState:
         for name, key in buffers.keys() & {(name, key) for name in small for key in step_files.SCALER_ATTRIBUTES}:
             (data,) = self._gpu_bytes([step_record.piece(buffers[name, key])])
             small[name][key] = torch.frombuffer(bytearray(data), dtype=buffers.pop((name, key)).dtype).item()
-        now = training_state.gather({name: obj for name, obj in self._attached.items() if name not in small})
+        now = training_state.collect_states({name: obj for name, obj in self._attached.items() if name not in small})
         content = {name: small[name] if name in small else now[name] for name in self._attached}
         for (name, key), value in buffers.items():
             if isinstance(key, str):
@@ -389,7 +389,7 @@ class CommittedState:
         own = self._context.reserved_part(step)
         described = [(rank.rank, rank.previous_step, rank.digests) for rank in drawn]
         return {
-            training_state.RESERVED: {
+            training_state.RESERVED_NAME: {
                 **own,
                 "rng": random_states,
                 RNG_EXPECTED_KEY: is_as_expected,
@@ -560,7 +560,7 @@ def _recorded_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[to
     parameters = [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad
     ]
-    trained = [training_state.local(parameter) for parameter in parameters]
+    trained = [training_state.local_part(parameter) for parameter in parameters]
     every = -(-len(trained) // step_record.MOST_PIECES)
     return trained[:: max(every, 1)]
 

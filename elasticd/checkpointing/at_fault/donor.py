@@ -218,7 +218,7 @@ class Donor:
 
     def _start(self) -> None:
         if self._committed.copies is not None:
-            self._committed.copies.is_free(device_copy.FIRST_S)
+            self._committed.copies.can_copy(device_copy.FIRST_COPY_TIMEOUT_S)
         self._socket = self._connect()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_optimizer_step) for optimizer in self._committed.optimizers
@@ -460,7 +460,7 @@ class Donor:
         if self._why or self._committed.copies is None:
             return True
         with contextlib.suppress(RuntimeError):  # no thread can be started
-            if self._committed.copies.is_free(GPU_PROBE_S):
+            if self._committed.copies.can_copy(GPU_PROBE_S):
                 return True
         self._report_unsaved(self._step, "its script had queued more than the GPU takes, and no copy from it ends")
         return False

@@ -38,7 +38,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import training_state
-from elasticd.checkpointing.state.layout import tensors
+from elasticd.checkpointing.state.layout import tensors_by_path
 from elasticd.errors import Reason
 from elasticd.sampler import ElasticBatchSampler
 
@@ -179,7 +179,7 @@ def _tensors_elsewhere(rank: _Rank) -> Reason:
     for name, obj in rank.attached.items():
         if isinstance(obj, (Module, Optimizer, GradScaler)):
             continue
-        if any(tensors(obj.state_dict(), "")):
+        if any(tensors_by_path(obj.state_dict(), "")):
             return f"{name} keeps tensors and is neither a module nor an optimizer"
     return ""
 
@@ -214,7 +214,7 @@ def _own_module_state_dict(rank: _Rank) -> Reason:
 def _own_optimizer_state(rank: _Rank) -> Reason:
     """A number that is no count, such as a loss, may have been another one on the dead rank."""
     for obj in rank.optimizers:
-        if any(training_state.components(tensor)[0] is not tensor for tensor in _state_tensors(obj)):
+        if any(training_state.component_tensors(tensor)[0] is not tensor for tensor in _state_tensors(obj)):
             return f"the state of {type(obj).__name__} has tensors that are made of others"
         for key, value in (item for values in obj.state.values() for item in values.items()):
             if not isinstance(value, (torch.Tensor, int, str, type(None))):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from elasticd.checkpointing.at_fault.step_record import PIECE_BYTES, piece
-from elasticd.checkpointing.state.training_state import local
+from elasticd.checkpointing.state.training_state import local_part
 from elasticd.process_group import host_bytes
 
 READ_COUNTER_S = 50e-9
@@ -181,4 +181,4 @@ def _parameters(modules: Sequence[Any]) -> Iterator[torch.Tensor]:
 def _state_tensors(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for values in optimizer.state.values():
-            yield from (local(value) for value in values.values() if isinstance(value, torch.Tensor))
+            yield from (local_part(value) for value in values.values() if isinstance(value, torch.Tensor))

@@ -22,7 +22,7 @@ from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.held_states import HeldState
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.layout import Layout
-from elasticd.checkpointing.state.training_state import StateDict
+from elasticd.checkpointing.state.training_state import StateDict, StorageAddresses
 from elasticd.checkpointing.storage.manifest import Manifest
 
 _LARGE_BYTES = 64 << 10
@@ -50,7 +50,7 @@ class HeldCommit:
         return {_PROCESS_KEY: [self.draft.to_json().decode(), self.number, self.layout.shared_digest]}
 
 
-def large_storages(attached: Mapping[str, Any]) -> frozenset[int]:
+def large_storages(attached: Mapping[str, Any]) -> StorageAddresses:
     """The addresses of the large tensors that a process keeps: parameters, and what optimizers keep for them."""
     modules = [obj for obj in attached.values() if isinstance(obj, Module)]
     optimizers = [obj for obj in attached.values() if isinstance(obj, Optimizer)]

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from elasticd.checkpointing.state import training_state
-from elasticd.checkpointing.state.training_state import RandomState, local
+from elasticd.checkpointing.state.training_state import RandomState, local_part
 from elasticd.errors import CheckpointRefused, Reason
 from elasticd.sampler import ElasticBatchSampler
 
@@ -182,7 +182,7 @@ class LateChanges:
             self._sample += sample
             looks = list(map(_pieces_reader, sample))
             return lambda: [read_state() for read_state in looks]
-        counted = list(map(local, sample))
+        counted = list(map(local_part, sample))
         return (lambda: [tensor._version for tensor in counted]) if counted else None
 
     def _drop_slow(self) -> None:
@@ -234,7 +234,7 @@ def _copies_tensors(obj: Any) -> bool:
         first, second = obj.state_dict(), obj.state_dict()
     except Exception:  # noqa: BLE001 - of any object
         return False
-    places = [[local(tensor).data_ptr() for tensor in training_state.tensors(state)] for state in (first, second)]
+    places = [[local_part(tensor).data_ptr() for tensor in training_state.tensors(state)] for state in (first, second)]
     return places[0] != places[1]
 
 

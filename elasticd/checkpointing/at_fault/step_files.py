@@ -104,7 +104,10 @@ def buffer_places(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any]
         for path, module in training_state.unwrap(obj).named_modules(remove_duplicate=False):
             for key, value in module._buffers.items():
                 if value is not None and key not in module._non_persistent_buffers_set:
-                    yield (name, training_state.plain(f"{path}.{key}" if path else key)), (module._buffers, key)
+                    yield (
+                        (name, training_state.uncompiled_key(f"{path}.{key}" if path else key)),
+                        (module._buffers, key),
+                    )
     for name, optimizer in attached.items():
         if isinstance(optimizer, Optimizer):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

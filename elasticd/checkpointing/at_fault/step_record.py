@@ -37,7 +37,7 @@ from elasticd.checkpointing.state.training_state import RandomState
 from elasticd.memory_order import order_stores, register_writer
 from elasticd.process_group import host_bytes
 
-_HEAD = struct.Struct(f"<qqqd{generators.DEVICE_BYTES}s16s")
+_HEAD = struct.Struct(f"<qqqd{generators.GPU_GENERATOR_BYTES}s16s")
 _NO_STEP = -1
 _NEXT_BEGUN, _REPLACED = 32, 64
 """Flags, beside those of `generators`: the next step has begun; what was changed before that is in the record."""
@@ -174,7 +174,7 @@ class StepRecord:
     def has_drawn(self) -> bool:
         """The generators have been used since the last commit."""
         at = 1 - self._next
-        if self._written[at] is None or self._written[at][0] != self._generators.look():
+        if self._written[at] is None or self._written[at][0] != self._generators.read_numbers():
             return True
         # Of bytes: a comparison of memoryviews takes ten times as long.
         return any(place.tobytes() != memory.tobytes() for place, memory in self._copies[at])
@@ -190,7 +190,7 @@ class StepRecord:
         self._write_slot(step, self._next + _FIRST_EXPECTED_SLOT)
 
     def _write_slot(self, step: int, number: int, digest: bytes = b"") -> None:
-        numbers, of_step = self._generators.look(), self._steps[number]
+        numbers, of_step = self._generators.read_numbers(), self._steps[number]
         of_step[0] = _NO_STEP
         if self._written[number] != (numbers, digest):
             _HEAD.pack_into(self._map, number * self._places.bytes, _NO_STEP, *numbers, digest)
@@ -231,7 +231,7 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         return None
     _, *numbers, digest = _HEAD.unpack_from(slot)
     flags, has_half, half, of_device = numbers
-    if not flags & generators.KNOWN:
+    if not flags & generators.KNOWN_LAYOUT:
         return None
     random_state = generators.decode(slot[places.generators :], (flags, bool(has_half), half, of_device))
     copies, at = [], places.buffers
@@ -293,7 +293,7 @@ class _SlotOffsets:
         self.pieces = _HEAD.size
         self.buffers = self.pieces + _ALL_PIECES_BYTES
         self.generators = self.buffers + sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-        used = self.generators + sum(generators.OTHERS_SIZES) + generators.torch_bytes()
+        used = self.generators + sum(generators.PYTHON_NUMPY_SIZES) + generators.torch_state_bytes()
         self.bytes = -(-used // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
 

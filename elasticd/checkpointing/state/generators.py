@@ -24,29 +24,29 @@ from elasticd.checkpointing.state.training_state import RandomState
 from elasticd.errors import CheckpointError
 from elasticd.process_group import host_bytes
 
-_WORDS = 624
-_WORD = "I"
-_INDEX = struct.Struct("=i")
-_HALF = struct.Struct("=i4xd")
+_MT_WORDS = 624
+_WORD_TYPECODE = "I"
+_INDEX_STRUCT = struct.Struct("=i")
+_HALF_PAIR_STRUCT = struct.Struct("=i4xd")
 """The layout of aug_bitgen_t in numpy's legacy-distributions.h."""
-_STATE_BYTES = _INDEX.size + 4 * _WORDS
-OTHERS_SIZES = (_STATE_BYTES, _STATE_BYTES, _HALF.size)
-_KIND = "MT19937"
+_STATE_BYTES = _INDEX_STRUCT.size + 4 * _MT_WORDS
+PYTHON_NUMPY_SIZES = (_STATE_BYTES, _STATE_BYTES, _HALF_PAIR_STRUCT.size)
+_NUMPY_KIND = "MT19937"
 """The class of numpy's default generator, unless the script replaces it."""
-_VERSION = 3
+_PYTHON_STATE_VERSION = 3
 ByteSource = memoryview | Callable[[], bytes]
 """Memory to copy, or what makes the bytes."""
 
 
-Numbers = tuple[int, bool, float, bytes]
+RecordNumbers = tuple[int, bool, float, bytes]
 """Flags; python's half of a pair of normal samples: valid, value; the state of a GPU's generator."""
-HAS_NUMPY, HAS_DEVICE, KNOWN = 2, 4, 128
-"""Flags. KNOWN is in all records of this layout; earlier ones, which a round before an upgrade may have left, have 1 or
-16.
+HAS_NUMPY, HAS_DEVICE, KNOWN_LAYOUT = 2, 4, 128
+"""Flags. KNOWN_LAYOUT is in all records of this layout; earlier ones, which a round before an upgrade may have left,
+have 1 or 16.
 """
-DEVICE_BYTES = 16
+GPU_GENERATOR_BYTES = 16
 """The size of a GPU's generator: a seed and how much was drawn. Its processor keeps them."""
-_DEVICE = struct.Struct("=QQ")
+_GPU_GENERATOR_STRUCT = struct.Struct("=QQ")
 
 
 class Generators:
@@ -57,17 +57,17 @@ class Generators:
         self._gpu: Any = None if device is None else torch.cuda.default_generators[device.index]
         self._seed: Any = None
         if self._gpu is not None:
-            self._follow_gpu()
+            self._choose_gpu_reader()
         self._torch = torch.default_generator
         self._python: Any = vars(random)["_inst"]
         self._numpy: Any = None
         """The default generator, once the script has imported numpy."""
         self._bits: Any = None
         self._half: Any = None
-        self._numbers: Numbers
-        self._follow(python_source(self._python))
+        self._numbers: RecordNumbers
+        self._set_sources(python_source(self._python))
 
-    def look(self) -> Numbers:
+    def read_numbers(self) -> RecordNumbers:
         """Afterwards the states are in `memory`, which is another list if they are elsewhere than before.
 
         Raises CheckpointError if numpy's generator is of another kind.
@@ -75,83 +75,87 @@ class Generators:
         if self._numpy is None:
             self._find_numpy()
         elif self._numpy._bit_generator is not self._bits:
-            self._locate_numpy()
+            self._follow_numpy()
         for memory, source in self._offered:
             memory[:] = source()
         half = self._python.gauss_next
         if self._gpu is not None or half != self._half:
             self._half = half
-            of_device = b"" if self._gpu is None else self._of_device()
+            of_device = b"" if self._gpu is None else self._gpu_state()
             self._numbers = self._flags, half is not None, half or 0.0, of_device
         return self._numbers
 
-    def _of_torch(self) -> bytes:
+    def _torch_state(self) -> bytes:
         offered = self._torch.get_state()
         return ctypes.string_at(offered.data_ptr(), offered.numel())
 
-    def _of_device(self) -> bytes:
+    def _gpu_state(self) -> bytes:
         if self._seed is None:
             return bytes(host_bytes(self._gpu.get_state()))
-        return _DEVICE.pack(self._seed(), self._gpu.get_offset())
+        return _GPU_GENERATOR_STRUCT.pack(self._seed(), self._gpu.get_offset())
 
-    def _follow_gpu(self) -> None:
+    def _choose_gpu_reader(self) -> None:
         """Find the quick way to a GPU's generator: what it offers takes 4 µs; its two numbers, where it has no others,
         0.5.
         """
-        offered = self._of_device()
-        if len(offered) != DEVICE_BYTES:
+        offered = self._gpu_state()
+        if len(offered) != GPU_GENERATOR_BYTES:
             raise CheckpointError("the state of the GPU's random generator has another size than in torch 2.6 to 2.13")
         self._seed = getattr(self._gpu, "initial_seed", None)
-        if not hasattr(self._gpu, "get_offset") or self._of_device() != offered:
+        if not hasattr(self._gpu, "get_offset") or self._gpu_state() != offered:
             self._seed = None
 
     def _find_numpy(self) -> None:
         # Without it while another thread is importing it.
         self._numpy = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
         if self._numpy is not None:
-            self._locate_numpy()
+            self._follow_numpy()
 
-    def _locate_numpy(self) -> None:
+    def _follow_numpy(self) -> None:
         bits = self._numpy._bit_generator
-        if type(bits).__name__ != _KIND:
-            raise CheckpointError(f"numpy's default generator is {type(bits).__name__}, not {_KIND}")
-        self._follow(python_source(self._python), *numpy_sources(self._numpy))
+        if type(bits).__name__ != _NUMPY_KIND:
+            raise CheckpointError(f"numpy's default generator is {type(bits).__name__}, not {_NUMPY_KIND}")
+        self._set_sources(python_source(self._python), *numpy_sources(self._numpy))
         self._bits = bits
 
-    def _follow(self, *sources: ByteSource) -> None:
+    def _set_sources(self, *sources: ByteSource) -> None:
         """Memory that has the states of python and numpy, and what is called before it is read to copy them there."""
-        own = [memoryview(bytearray(size)) for size in (*OTHERS_SIZES, torch_bytes())]
-        every = [*sources, *own[len(sources) : -1], self._of_torch]
+        own = [memoryview(bytearray(size)) for size in (*PYTHON_NUMPY_SIZES, torch_state_bytes())]
+        every = [*sources, *own[len(sources) : -1], self._torch_state]
         self.memory: list[memoryview] = [
             empty if callable(source) else source for empty, source in zip(own, every, strict=True)
         ]
         self._offered = [(empty, source) for empty, source in zip(own, every, strict=True) if callable(source)]
-        self._flags = KNOWN | HAS_NUMPY * (self._numpy is not None) | HAS_DEVICE * (self._gpu is not None)
-        self._half = ...  # `look` sets the numbers
+        self._flags = KNOWN_LAYOUT | HAS_NUMPY * (self._numpy is not None) | HAS_DEVICE * (self._gpu is not None)
+        self._half = ...  # `read_numbers` sets the numbers
 
 
-def torch_bytes() -> int:
+def torch_state_bytes() -> int:
     """The size of what torch's generator offers."""
     return torch.default_generator.get_state().numel()
 
 
-def decode(memory: bytes, numbers: Numbers) -> RandomState:
+def decode(memory: bytes, numbers: RecordNumbers) -> RandomState:
     """The states as `training_state.random_state` has them. Raises CheckpointError."""
     flags, has_half, half, of_device = numbers
-    others, of_torch = memory[: sum(OTHERS_SIZES)], memory[sum(OTHERS_SIZES) :]
+    others, of_torch = memory[: sum(PYTHON_NUMPY_SIZES)], memory[sum(PYTHON_NUMPY_SIZES) :]
 
     def words(start: int) -> torch.Tensor:
-        return torch.tensor(array(_WORD, others[start : start + 4 * _WORDS]))
+        return torch.tensor(array(_WORD_TYPECODE, others[start : start + 4 * _MT_WORDS]))
 
-    (index,) = _INDEX.unpack_from(others)
-    states: RandomState = {"torch": torch.frombuffer(bytearray(of_torch[: torch_bytes()]), dtype=torch.uint8)}
-    states["python"] = [_VERSION, torch.cat([words(_INDEX.size), torch.tensor([index])]), half if has_half else None]
+    (index,) = _INDEX_STRUCT.unpack_from(others)
+    states: RandomState = {"torch": torch.frombuffer(bytearray(of_torch[: torch_state_bytes()]), dtype=torch.uint8)}
+    states["python"] = [
+        _PYTHON_STATE_VERSION,
+        torch.cat([words(_INDEX_STRUCT.size), torch.tensor([index])]),
+        half if has_half else None,
+    ]
     if flags & HAS_DEVICE:
         states["cuda"] = torch.frombuffer(bytearray(of_device), dtype=torch.uint8)
     if flags & HAS_NUMPY:
-        (position,) = _INDEX.unpack_from(others, 2 * _STATE_BYTES - _INDEX.size)
-        valid, value = _HALF.unpack_from(others, 2 * _STATE_BYTES)
-        states["numpy"] = [_KIND, words(_STATE_BYTES), position, valid, value]
+        (position,) = _INDEX_STRUCT.unpack_from(others, 2 * _STATE_BYTES - _INDEX_STRUCT.size)
+        valid, value = _HALF_PAIR_STRUCT.unpack_from(others, 2 * _STATE_BYTES)
+        states["numpy"] = [_NUMPY_KIND, words(_STATE_BYTES), position, valid, value]
     return states
 
 
@@ -160,19 +164,19 @@ def python_source(generator: Any) -> ByteSource:
 
     def offered() -> bytes:
         version, numbers, _ = generator.getstate()
-        if version != _VERSION:
-            raise CheckpointError(f"python's random state is of version {version}, not {_VERSION}")
-        return _INDEX.pack(numbers[-1]) + array(_WORD, numbers[:-1]).tobytes()
+        if version != _PYTHON_STATE_VERSION:
+            raise CheckpointError(f"python's random state is of version {version}, not {_PYTHON_STATE_VERSION}")
+        return _INDEX_STRUCT.pack(numbers[-1]) + array(_WORD_TYPECODE, numbers[:-1]).tobytes()
 
     trial = type(generator)(1)
     trial.random()
     _, numbers, _ = trial.getstate()
-    whole = _INDEX.pack(numbers[-1]) + array(_WORD, numbers[:-1]).tobytes()
-    at = _memory(trial).tobytes().find(whole)
+    whole = _INDEX_STRUCT.pack(numbers[-1]) + array(_WORD_TYPECODE, numbers[:-1]).tobytes()
+    at = _object_memory(trial).tobytes().find(whole)
     if at < 0:
         offered()
         return offered
-    return _memory(generator)[at : at + _STATE_BYTES]
+    return _object_memory(generator)[at : at + _STATE_BYTES]
 
 
 def numpy_sources(generator: Any) -> tuple[ByteSource, ByteSource]:
@@ -180,30 +184,30 @@ def numpy_sources(generator: Any) -> tuple[ByteSource, ByteSource]:
 
     def offered() -> bytes:
         _, words, position, _, _ = generator.get_state()
-        return bytes(words.tobytes()) + _INDEX.pack(position)
+        return bytes(words.tobytes()) + _INDEX_STRUCT.pack(position)
 
     def offered_half() -> bytes:
         *_, valid, value = generator.get_state()
-        return _HALF.pack(valid, value)
+        return _HALF_PAIR_STRUCT.pack(valid, value)
 
     trial = type(generator)(1)
     trial.standard_normal()
     _, words, position, valid, value = trial.get_state()
-    at = _memory(trial._bit_generator).tobytes().find(words.tobytes() + _INDEX.pack(position))
-    half = _memory(trial).tobytes().find(struct.pack("=d", value)) - (_HALF.size - 8)
-    has_half = half >= 0 and _HALF.unpack_from(_memory(trial), half) == (valid, value) == (1, value)
+    at = _object_memory(trial._bit_generator).tobytes().find(words.tobytes() + _INDEX_STRUCT.pack(position))
+    half = _object_memory(trial).tobytes().find(struct.pack("=d", value)) - (_HALF_PAIR_STRUCT.size - 8)
+    has_half = half >= 0 and _HALF_PAIR_STRUCT.unpack_from(_object_memory(trial), half) == (valid, value) == (1, value)
     trial.standard_normal()
-    is_known = at >= 0 and has_half and _HALF.unpack_from(_memory(trial), half) == (0, 0.0)
+    is_known = at >= 0 and has_half and _HALF_PAIR_STRUCT.unpack_from(_object_memory(trial), half) == (0, 0.0)
     if not is_known:
         return offered, offered_half
-    bits = _memory(generator._bit_generator)[at : at + _STATE_BYTES]
-    return bits, _memory(generator)[half : half + _HALF.size]
+    bits = _object_memory(generator._bit_generator)[at : at + _STATE_BYTES]
+    return bits, _object_memory(generator)[half : half + _HALF_PAIR_STRUCT.size]
 
 
-def _memory(generator: Any) -> memoryview:
+def _object_memory(generator: Any) -> memoryview:
     size = type(generator).__basicsize__ - object.__basicsize__
-    return _view(id(generator) + object.__basicsize__, size)
+    return _memory_view(id(generator) + object.__basicsize__, size)
 
 
-def _view(address: int, size: int) -> memoryview:
+def _memory_view(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

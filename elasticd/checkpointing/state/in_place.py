@@ -33,12 +33,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from elasticd.checkpointing.state import training_state
-from elasticd.checkpointing.state.training_state import StateDict
+from elasticd.checkpointing.state.training_state import StateDict, StorageAddresses
 from elasticd.checkpointing.storage.manifest import STATE, Checksum
 from elasticd.checkpointing.storage.page_cache import CacheWindows
 from elasticd.errors import CheckpointCorrupt
 
-_STEP_BYTES = 4 << 20
+_READ_BYTES = 4 << 20
 """The bytes that are read at once, and go into the checksum while they are in the processor's caches."""
 _MOST_VIEWS = 512
 """The views of one system call; less than IOV_MAX."""
@@ -55,11 +55,11 @@ class _Place:
     replace: Callable[[], Any]  #: puts the target into the state
 
 
-Pieces = Mapping[int, torch.Tensor]
+PiecesByOffset = Mapping[int, torch.Tensor]
 """The memory of tensors, each for the bytes of the file from this offset on."""
 
 
-def read(fd: int, content: StateDict, attached: Mapping[str, Any], checksum: str = "") -> frozenset[int]:
+def read(fd: int, content: StateDict, attached: Mapping[str, Any], checksum: str = "") -> StorageAddresses:
     """Read what the attached objects load into its place, and replace it in `content`, the mapped state in the file.
 
     Returns the addresses of all storages that were read. `checksum`: of the whole file, "" to compare none. Raises
@@ -71,11 +71,11 @@ def read(fd: int, content: StateDict, attached: Mapping[str, Any], checksum: str
     return frozenset(piece.untyped_storage().data_ptr() for piece in pieces.values())
 
 
-def find_places(fd: int, content: StateDict, attached: Mapping[str, Any]) -> tuple[Pieces, Callable[[], None]]:
+def find_places(fd: int, content: StateDict, attached: Mapping[str, Any]) -> tuple[PiecesByOffset, Callable[[], None]]:
     """The memory that the attached objects have for parts of `content`, and a function for when it is filled, which
     puts it there in place of what is mapped.
     """
-    offset_of = mapping(fd)
+    offset_of = make_offset_lookup(fd)
     users: dict[int, int] = defaultdict(int)
     for tensor in training_state.tensors(content):
         if tensor.layout is torch.strided:
@@ -89,10 +89,10 @@ def find_places(fd: int, content: StateDict, attached: Mapping[str, Any]) -> tup
     replace: list[Callable[[], Any]] = []
     for address, alike in places.items():
         offset = offset_of(address)
-        if offset is not None and users[address] == len(alike) and _is_one(alike):
+        if offset is not None and users[address] == len(alike) and _is_one_target(alike):
             pieces[offset] = bytes_of(alike[0].target)
             replace += [place.replace for place in alike]
-    if _overlap(pieces.values()):
+    if _have_overlap(pieces.values()):
         pieces, replace = {}, []
 
     def replace_all() -> None:
@@ -102,7 +102,7 @@ def find_places(fd: int, content: StateDict, attached: Mapping[str, Any]) -> tup
     return pieces, replace_all
 
 
-def _is_one(places: list[_Place]) -> bool:
+def _is_one_target(places: list[_Place]) -> bool:
     """The tensors that share memory in the state are one in memory."""
     return len(places) == 1 or len({(str(place.target.device), place.target.data_ptr()) for place in places}) == 1
 
@@ -110,7 +110,7 @@ def _is_one(places: list[_Place]) -> bool:
 def _places(content: StateDict, name: str, obj: Any) -> Iterator[_Place]:
     target = training_state.unwrap(obj)
     if isinstance(target, Module):
-        content[name] = training_state.wrapped(content[name], target)
+        content[name] = training_state.with_compiled_keys(content[name], target)
         if _is_plain_module(target) and isinstance(content[name], dict):
             yield from _places_in_module(content[name], target)
     elif isinstance(target, Optimizer):
@@ -118,9 +118,9 @@ def _places(content: StateDict, name: str, obj: Any) -> Iterator[_Place]:
             yield from _places_in_optimizer(content[name], target)
     else:
         for tensor in training_state.tensors(content[name]):
-            if _is_whole(tensor):
-                new = training_state.empty_like(tensor, tensor.device)
-                yield _Place(tensor, new, functools.partial(_move, tensor, new))
+            if _fills_storage(tensor):
+                new = training_state.empty_in_huge_pages(tensor, tensor.device)
+                yield _Place(tensor, new, functools.partial(_take_memory_of, tensor, new))
 
 
 def _places_in_module(saved: StateDict, module: torch.nn.Module) -> Iterator[_Place]:
@@ -146,9 +146,11 @@ def _places_in_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimi
         for key, source in values.items() if isinstance(values, dict) else ():
             target = own.get(key)
             if not _fits(source, target):
-                if not _is_whole(source):
+                if not _fills_storage(source):
                     continue
-                target = training_state.empty_like(source, source.device if key == "step" else parameter.device)
+                target = training_state.empty_in_huge_pages(
+                    source, source.device if key == "step" else parameter.device
+                )
             yield _Place(source, target, functools.partial(values.__setitem__, key, target))
 
 
@@ -157,11 +159,11 @@ def _is_plain_module(module: torch.nn.Module) -> bool:
     from torch.__future__ import get_swap_module_params_on_conversion
 
     return (
-        _function(module.load_state_dict) is Module.load_state_dict
+        _underlying_function(module.load_state_dict) is Module.load_state_dict
         and not get_swap_module_params_on_conversion()
         and not any(
             submodule._load_state_dict_pre_hooks
-            or not _function(submodule._load_from_state_dict).__module__.startswith("torch.nn.modules.")
+            or not _underlying_function(submodule._load_from_state_dict).__module__.startswith("torch.nn.modules.")
             for submodule in module.modules()
         )
     )
@@ -170,17 +172,17 @@ def _is_plain_module(module: torch.nn.Module) -> bool:
 def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer's `load_state_dict()` keeps the tensors of the state."""
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
-    return _function(optimizer.load_state_dict) is Optimizer.load_state_dict and not hooks
+    return _underlying_function(optimizer.load_state_dict) is Optimizer.load_state_dict and not hooks
 
 
-def _function(method: Any) -> Any:
+def _underlying_function(method: Any) -> Any:
     return getattr(method, "__func__", method)
 
 
 def _fits(source: Any, target: Any) -> bool:
     """The bytes of `source` are those that `target` is to have."""
     return (
-        _is_whole(source)
+        _fills_storage(source)
         and type(target) in (torch.Tensor, torch.nn.Parameter)
         and target.layout is torch.strided
         and target.device.type != "meta"
@@ -189,11 +191,11 @@ def _fits(source: Any, target: Any) -> bool:
     )
 
 
-def _is_whole(tensor: Any) -> bool:
+def _fills_storage(tensor: Any) -> bool:
     """It has a storage without gaps for itself, as far as it is concerned."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
-    if training_state.components(tensor)[0] is not tensor:
+    if training_state.component_tensors(tensor)[0] is not tensor:
         return False
     if not tensor.nbytes or tensor.nbytes != tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg():
         return False
@@ -203,7 +205,7 @@ def _is_whole(tensor: Any) -> bool:
     return tensor.permute(by_stride).is_contiguous()
 
 
-def _move(tensor: torch.Tensor, new: torch.Tensor) -> None:
+def _take_memory_of(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """The tensor has the other one's memory from now on."""
     with torch.no_grad():
         tensor.set_(new)  # type: ignore[call-overload]
@@ -228,13 +230,13 @@ def _host_memory(piece: torch.Tensor) -> memoryview | None:
     return memoryview((ctypes.c_char * piece.nbytes).from_address(piece.data_ptr())).cast("B")
 
 
-def _overlap(pieces: Iterable[torch.Tensor]) -> bool:
+def _have_overlap(pieces: Iterable[torch.Tensor]) -> bool:
     """True if two targets share memory: reading one would change the other."""
     spans = sorted((str(piece.device), piece.data_ptr(), piece.nbytes) for piece in pieces)
     return any(span[0] == other[0] and span[1] + span[2] > other[1] for span, other in pairwise(spans))
 
 
-def mapping(fd: int) -> Callable[[int], int | None]:
+def make_offset_lookup(fd: int) -> Callable[[int], int | None]:
     """Which offset of the file a mapped address is; None if it is none."""
     name = os.readlink(b"/proc/self/fd/%d" % fd).replace(b"\n", rb"\012")  # as the kernel writes it there
     mapped = []
@@ -251,20 +253,20 @@ def mapping(fd: int) -> Callable[[int], int | None]:
     return offset
 
 
-def read_pieces(fd: int, pieces: Pieces, checksum: str = "") -> None:
+def read_pieces(fd: int, pieces: PiecesByOffset, checksum: str = "") -> None:
     """Read the file into them. Raises as `read` does."""
-    reader = Reader(fd, Checksum(checksum.partition(":")[0]) if checksum else None)
+    reader = SequentialReader(fd, Checksum(checksum.partition(":")[0]) if checksum else None)
     for offset, piece in sorted(pieces.items(), key=lambda each: each[0]):
-        reader.skip(offset)
-        reader.read(piece)
+        reader.skip_to(offset)
+        reader.read_into(piece)
     if checksum:
-        reader.skip(os.fstat(fd).st_size)
+        reader.skip_to(os.fstat(fd).st_size)
     reader.flush()
     if checksum and str(reader.checksum) != checksum:
         raise CheckpointCorrupt(f"{STATE} does not match its checksum: it was damaged after it had been verified")
 
 
-class Reader:
+class SequentialReader:
     """Reads a file from its beginning to its end into any memory, by large system calls."""
 
     def __init__(self, fd: int, checksum: Checksum | None = None) -> None:
@@ -274,38 +276,38 @@ class Reader:
         self._start = 0
         self._views: list[memoryview] = []
         self._bytes = 0
-        self._scratch = memoryview(mmap.mmap(-1, _STEP_BYTES))
+        self._scratch = memoryview(mmap.mmap(-1, _READ_BYTES))
         """Memory for what has no place on the host; the part of it at an offset from `_start`."""
 
-    def skip(self, end: int) -> None:
+    def skip_to(self, end: int) -> None:
         """Read the file up to `end` without keeping it."""
         assert end >= self._start + self._bytes, "a file is read from its beginning to its end"
         if self.checksum is None and end - self._start - self._bytes >= _LEAST_SKIPPED_BYTES:
             self.flush()
             self._start = end
         while (left := end - self._start - self._bytes) > 0:
-            self._take(left)
+            self._reserve(left)
 
-    def read(self, piece: torch.Tensor) -> None:
+    def read_into(self, piece: torch.Tensor) -> None:
         """Read as many bytes as the piece has, which is complete after the next `flush`."""
         size = piece.nbytes
         if (view := _host_memory(piece)) is not None:
             while len(view):
-                view = view[self._take(len(view), view) :]
+                view = view[self._reserve(len(view), view) :]
             return
         done = 0
         self.flush()
         while done < size:
-            count = self._take(size - done)
+            count = self._reserve(size - done)
             self.flush()
             piece[done : done + count].copy_(torch.frombuffer(self._scratch[:count], dtype=torch.uint8))
             done += count
 
-    def _take(self, most: int, view: memoryview | None = None) -> int:
+    def _reserve(self, most: int, view: memoryview | None = None) -> int:
         """Reserve the next bytes of the file for a view, or for nobody. Returns how many."""
-        if self._bytes == _STEP_BYTES or len(self._views) == _MOST_VIEWS:
+        if self._bytes == _READ_BYTES or len(self._views) == _MOST_VIEWS:
             self.flush()
-        count = min(most, _STEP_BYTES - self._bytes)
+        count = min(most, _READ_BYTES - self._bytes)
         self._views.append(self._scratch[self._bytes : self._bytes + count] if view is None else view[:count])
         self._bytes += count
         return count

@@ -23,21 +23,21 @@ from typing import Any
 import torch
 
 from elasticd.checkpointing.state import device_copy
-from elasticd.checkpointing.state.device_copy import GpuCopies, Part
-from elasticd.checkpointing.state.training_state import StateDict, components
+from elasticd.checkpointing.state.device_copy import GpuCopies, StoragePart
+from elasticd.checkpointing.state.training_state import StateDict, component_tensors
 from elasticd.checkpointing.storage.atomic_write import write_at, write_file
 from elasticd.checkpointing.storage.manifest import STATE, FileState
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
 
-_ALIGNMENT = 64
+_RECORD_ALIGNMENT = 64
 """The alignment of records in torch's own writer."""
 _SAMPLES, _SAMPLE_BYTES = 256, 256
 """The number of shared storages that are compared by pieces from their middles; where there are more, others at the
 next save."""
-_ROOT = "archive/"
-_OVER = 0xFFFFFFFF
+_ARCHIVE_ROOT = "archive/"
+_ZIP64_MARK = 0xFFFFFFFF
 # What pickle and torch raise for a value that passed our own list of types.
-UNPICKLABLE = (pickle.PicklingError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
+UNPICKLABLE_ERRORS = (pickle.PicklingError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +68,24 @@ class Layout:
         self._own: list[tuple[int, torch.UntypedStorage]] = []
         self._shared: list[tuple[int, torch.UntypedStorage]] = []
         for key, storage in enumerate(storages):
-            offset = self._place(f"data/{key}", storage.nbytes())
+            offset = self._add_record(f"data/{key}", storage.nbytes())
             (self._shared if storage.data_ptr() in shared else self._own).append((offset, storage))
         small = {
             "data.pkl": pickled,
             ".format_version": b"1",
-            ".storage_alignment": str(_ALIGNMENT).encode(),
+            ".storage_alignment": str(_RECORD_ALIGNMENT).encode(),
             "byteorder": sys.byteorder.encode(),
             "version": b"3\n",
         }
-        self._small = [(self._place(name, len(data)), data) for name, data in small.items()]
+        self._small = [(self._add_record(name, len(data)), data) for name, data in small.items()]
         self._small += [(record.header, _local_header(record)) for record in self._records]
         directory = _central_directory(self._records, self._end)
         self._small.append((self._end, directory))
         self.bytes = self._end + len(directory)
 
-    def _place(self, name: str, size: int) -> int:
-        record_name = (_ROOT + name).encode()
-        data = -(-(self._end + 50 + len(record_name) + 4) // _ALIGNMENT) * _ALIGNMENT
+    def _add_record(self, name: str, size: int) -> int:
+        record_name = (_ARCHIVE_ROOT + name).encode()
+        data = -(-(self._end + 50 + len(record_name) + 4) // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
         self._records.append(_Record(record_name, self._end, data, size))
         self._end = data + size
         return data
@@ -99,7 +99,7 @@ class Layout:
         places = {storage.data_ptr(): (offset, storage.nbytes()) for offset, storage in self._shared}
         named = [
             (path, tensor.dtype, tensor.shape, tensor.stride(), places[tensor.untyped_storage().data_ptr()])
-            for path, tensor in tensors(self._state, "")
+            for path, tensor in tensors_by_path(self._state, "")
             if tensor.untyped_storage().data_ptr() in places
         ]
         digest = hashlib.sha256(repr((list(places.values()), named)).encode())
@@ -108,12 +108,12 @@ class Layout:
         for _, storage in self._shared[self._save % interval :: interval]:
             start = max(storage.nbytes() - _SAMPLE_BYTES, 0) // 2
             parts.append((0, storage, start, min(start + _SAMPLE_BYTES, storage.nbytes())))
-        for _, piece in _pieces(parts, self._at_once):
+        for _, piece in _copy_pieces(parts, self._at_once):
             digest.update(piece)
         return digest.hexdigest()
 
     @property
-    def shared(self) -> list[tuple[int, torch.UntypedStorage]]:
+    def shared_storages(self) -> list[tuple[int, torch.UntypedStorage]]:
         """The shared storages, each at its offset in the file."""
         return self._shared
 
@@ -128,12 +128,12 @@ class Layout:
             if start < stop:
                 parts.append((offset + start, storage, start, stop))
             before += storage.nbytes()
-        for at, piece in _pieces(parts, self._at_once):
+        for at, piece in _copy_pieces(parts, self._at_once):
             write(at, piece)
 
     def copy_own(self, fd: int) -> None:
         """Copy everything else: storages of this rank only, headers, the pickle and the directory."""
-        for offset, piece in self._own_parts():
+        for offset, piece in self._own_pieces():
             write_at(fd, offset, piece)
 
     @property
@@ -145,20 +145,22 @@ class Layout:
     def own_checksum(self) -> int:
         """The crc32 of the same."""
         checksum = 0
-        for _, piece in self._own_parts():
+        for _, piece in self._own_pieces():
             checksum = zlib.crc32(piece, checksum)
         return checksum
 
-    def pack_own(self, most: int | None = None) -> bytes:
-        """The same as one message, for `write_packed` on another node; empty if it is larger than `most` bytes."""
-        if most is not None and self.own_bytes > most:
+    def pack_own(self, most_bytes: int | None = None) -> bytes:
+        """The same as one message, for `write_packed` on another node; empty if it is larger than `most_bytes`."""
+        if most_bytes is not None and self.own_bytes > most_bytes:
             return b""
-        parts = [(offset, bytes(piece)) for offset, piece in self._own_parts()]
+        parts = [(offset, bytes(piece)) for offset, piece in self._own_pieces()]
         places = json.dumps([(offset, len(data)) for offset, data in parts]).encode()
         return b"".join([places, b"\n", *(data for _, data in parts)])
 
-    def _own_parts(self) -> Iterator[tuple[int, memoryview]]:
-        yield from _pieces([(offset, storage, 0, storage.nbytes()) for offset, storage in self._own], self._at_once)
+    def _own_pieces(self) -> Iterator[tuple[int, memoryview]]:
+        yield from _copy_pieces(
+            [(offset, storage, 0, storage.nbytes()) for offset, storage in self._own], self._at_once
+        )
         for offset, data in self._small:
             yield offset, memoryview(data)
 
@@ -184,7 +186,7 @@ class Layout:
         for offset, size, part in sorted(parts, key=lambda each: each[:2]):
             write(memoryview(bytes(offset - at)))
             is_small = isinstance(part, bytes)
-            pieces = [(0, memoryview(part))] if is_small else _pieces([(0, part, 0, size)], self._at_once)
+            pieces = [(0, memoryview(part))] if is_small else _copy_pieces([(0, part, 0, size)], self._at_once)
             for _, piece in pieces:
                 write(piece)
             at = offset + size
@@ -222,21 +224,21 @@ def _pickle(state: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
     buffer = io.BytesIO()
     try:
         Pickler(buffer, protocol=2).dump(state)
-    except UNPICKLABLE as error:
+    except UNPICKLABLE_ERRORS as error:
         raise CheckpointRefused(f"the state cannot be pickled: {error}. Nothing was saved") from error
     return buffer.getvalue(), storages
 
 
-def tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_by_path(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The dense tensors in nested containers, each with its keys."""
     if isinstance(value, torch.Tensor):
-        yield from ((path, part) for part in components(value) if part.layout is torch.strided)
+        yield from ((path, part) for part in component_tensors(value) if part.layout is torch.strided)
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from tensors(item, f"{path}.{key}")
+            yield from tensors_by_path(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from tensors(item, f"{path}.{number}")
+            yield from tensors_by_path(item, f"{path}.{number}")
 
 
 def _local_header(record: _Record) -> bytes:
@@ -244,7 +246,9 @@ def _local_header(record: _Record) -> bytes:
     sizes = struct.pack("<HHQQ", 1, 16, record.bytes, record.bytes)
     padding = record.data - record.header - 30 - len(record.name) - len(sizes) - 4
     extra = sizes + struct.pack("<HH", 0x4246, padding) + bytes(padding)  # "FB", as torch pads
-    fixed = struct.pack("<4s5HIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, 0, _OVER, _OVER, len(record.name), len(extra))
+    fixed = struct.pack(
+        "<4s5HIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, 0, _ZIP64_MARK, _ZIP64_MARK, len(record.name), len(extra)
+    )
     return fixed + record.name + extra
 
 
@@ -252,28 +256,28 @@ def _central_directory(records: list[_Record], start: int) -> bytes:
     entries = bytearray()
     for record in records:
         extra = struct.pack("<HHQQQ", 1, 24, record.bytes, record.bytes, record.header)
-        sizes = (0, _OVER, _OVER, len(record.name), len(extra), 0, 0, 0, 0, _OVER)
+        sizes = (0, _ZIP64_MARK, _ZIP64_MARK, len(record.name), len(extra), 0, 0, 0, 0, _ZIP64_MARK)
         entries += struct.pack("<4s6H", b"PK\1\2", 45, 45, 0, 0, 0, 0)
         entries += struct.pack("<IIIHHHHHII", *sizes) + record.name + extra
     size, end = len(entries), start + len(entries)
     counts = (len(records), len(records), size, start)
     entries += struct.pack("<4sQHHII4Q", b"PK\6\6", 44, 45, 45, 0, 0, *counts)
     entries += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
-    entries += struct.pack("<4s4HIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _OVER, _OVER, 0)
+    entries += struct.pack("<4s4HIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _ZIP64_MARK, _ZIP64_MARK, 0)
     return bytes(entries)
 
 
-def _pieces(parts: Iterable[Part], at_once: GpuCopies | None) -> Iterator[tuple[int, memoryview]]:
+def _copy_pieces(parts: Iterable[StoragePart], at_once: GpuCopies | None) -> Iterator[tuple[int, memoryview]]:
     """Each piece with its place, valid until the next one: what is in the host's memory first, then devices by turn."""
-    on_devices: dict[torch.device, list[Part]] = {}
+    on_devices: dict[torch.device, list[StoragePart]] = {}
     for place, storage, start, stop in parts:
         if storage.device.type == "cpu":
             if start < stop:
-                yield place, device_copy.view(storage.data_ptr() + start, stop - start)
+                yield place, device_copy.host_view(storage.data_ptr() + start, stop - start)
         else:
             on_devices.setdefault(storage.device, []).append((place, storage, start, stop))
     for device, every in on_devices.items():
-        yield from at_once.pieces(every) if at_once is not None else device_copy.pieces(device, every)
+        yield from at_once.copy_pieces(every) if at_once is not None else device_copy.copy_pieces(device, every)
 
 
 def load_mapped(fd: int, map_location: Any = "cpu") -> StateDict:
@@ -282,7 +286,7 @@ def load_mapped(fd: int, map_location: Any = "cpu") -> StateDict:
     """
     try:
         state = torch.load(f"/proc/self/fd/{fd}", map_location=map_location, weights_only=True, mmap=True)
-    except (*UNPICKLABLE, pickle.UnpicklingError, EOFError, KeyError) as error:
+    except (*UNPICKLABLE_ERRORS, pickle.UnpicklingError, EOFError, KeyError) as error:
         raise CheckpointCorrupt(f"{STATE} is undamaged, but this torch cannot load it: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointCorrupt(f"{STATE} holds {type(state).__name__}, not a dict")

@@ -20,18 +20,18 @@ from torch.optim import Optimizer
 
 from elasticd.checkpointing.state import sharded, training_state
 
-LONGEST_DIGEST_S, TRIALS = 5e-3, 3
+LONGEST_DIGEST_S, DIGEST_TRIALS = 5e-3, 3
 """An object of which the digest takes longer at each of so many saves is not compared at others."""
-MOST_SAMPLED = 256
+MOST_SAMPLED_PARAMETERS = 256
 """Parameters of a module that are compared at a save; of a larger one others at the next save."""
-_NUMBERS = 8
+_NUMBERS_PER_PARAMETER = 8
 _ROUNDING, _ROUNDED_STEPS = 1e-5, 1000
 """The share by which ranks on GPUs of different kinds may differ after so many steps. Errors of rounding add up as the
 square root of their number.
 """
-_WHOLE = ""
+_WHOLE_STATE_KEY = ""
 """Stands for the key of a whole state."""
-Sample = tuple["torch.Tensor", float, bool]
+ModuleSample = tuple["torch.Tensor", float, bool]
 """Numbers of a module, the share of them that rounding may change, and whether nothing but a mistake explains more."""
 
 
@@ -55,13 +55,15 @@ class RankState:
     def describe(
         self, attached: Mapping[str, Any], in_shards: Mapping[str, Any], world_size: int, step: int, is_first: bool
     ) -> list[Any]:
-        """This rank's description for `find`, as plain data. `in_shards` are saved in shards, `attached` not."""
+        """This rank's description for `find_differences`, as plain data. `in_shards` are saved in shards, `attached`
+        not.
+        """
         self._saves += 1
-        unsharded = sharded.plain_digests(in_shards, world_size) if is_first else {}
-        compared = samples({**attached, **in_shards}, self.stepped, step, self._saves)
-        return [self._digests(attached, is_first), unsharded, compared]
+        unsharded = sharded.unsharded_digests(in_shards, world_size) if is_first else {}
+        compared = sample_modules({**attached, **in_shards}, self.stepped, step, self._saves)
+        return [self._object_digests(attached, is_first), unsharded, compared]
 
-    def _digests(self, attached: Mapping[str, Any], is_first: bool) -> dict[str, dict[str, str] | None]:
+    def _object_digests(self, attached: Mapping[str, Any], is_first: bool) -> dict[str, dict[str, str] | None]:
         """Digests of each object but modules: of the whole state, or of what an optimizer keeps, by key. None: not
         compared.
         """
@@ -70,36 +72,36 @@ class RankState:
         for name, obj in attached.items():
             if isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
                 continue
-            is_slow = self._saves > TRIALS and self._fastest_s.get(name, 0.0) > LONGEST_DIGEST_S
+            is_slow = self._saves > DIGEST_TRIALS and self._fastest_s.get(name, 0.0) > LONGEST_DIGEST_S
             if not is_first and (is_slow or getattr(obj, training_state.ONLY_AT_SAVES, False)):
                 digests[name] = None
                 continue
             start = time.perf_counter()
             with contextlib.suppress(RecursionError):  # rank 0 refuses it with a reason
                 if not isinstance(obj, Optimizer):
-                    digests[name] = {_WHOLE: digest(obj.state_dict())}
+                    digests[name] = {_WHOLE_STATE_KEY: plain_digest(obj.state_dict())}
                 elif id(obj) in self.stepped:
-                    digests[name] = _values(obj)
+                    digests[name] = _value_digests(obj)
             took_s = time.perf_counter() - start
             self._fastest_s[name] = min(self._fastest_s.get(name, took_s), took_s)
         return digests
 
 
-def find(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
+def find_differences(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
     """The differences from rank 0. `every_rank` is what ranks have described."""
     small, unsharded, sampled = zip(*every_rank, strict=True)
     for name in {name: None for digests in small for name in digests}:
         of_every_rank = [digests.get(name, {}) for digests in small]
         # An optimizer may make no step on other ranks.
-        if not any(of_rank and _WHOLE in of_rank for of_rank in of_every_rank):
+        if not any(of_rank and _WHOLE_STATE_KEY in of_rank for of_rank in of_every_rank):
             of_every_rank = [of_rank or of_every_rank[0] for of_rank in of_every_rank]
-        apart = {} if None in of_every_rank else dict(_different(of_every_rank))
-        if _WHOLE in apart:
+        apart = {} if None in of_every_rank else dict(_differing_ranks(of_every_rank))
+        if _WHOLE_STATE_KEY in apart:
             yield Difference(
                 name,
-                f"the state of {name} on rank {apart[_WHOLE]} differs from rank 0's, which alone is saved. Attach it "
-                f"with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it the same on all "
-                "ranks, for example by averaging the number that it depends on",
+                f"the state of {name} on rank {apart[_WHOLE_STATE_KEY]} differs from rank 0's, which alone is saved. "
+                f"Attach it with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it the same on "
+                "all ranks, for example by averaging the number that it depends on",
                 True,
             )
         elif apart:
@@ -110,7 +112,7 @@ def find(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
                 "optimizer's step gets",
                 False,
             )
-    for name, ranks in _different(unsharded):
+    for name, ranks in _differing_ranks(unsharded):
         yield Difference(
             name,
             f"{name} is not sharded, and on rank {ranks} it differs from rank 0's, which alone is saved. Shard it, or "
@@ -118,7 +120,7 @@ def find(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
             "each rank needs its own",
             True,
         )
-    for name, numbers, is_error in _apart(sampled):
+    for name, numbers, is_error in _differing_samples(sampled):
         yield Difference(
             name,
             f"the parameters of {name} on rank {', '.join(map(str, numbers))} differ from rank 0's, which alone are "
@@ -129,14 +131,14 @@ def find(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
         )
 
 
-def _different(digests: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+def _differing_ranks(digests: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
     """Each key of which a rank has another digest than rank 0, and these ranks."""
     for key in {key: None for of_rank in digests for key in of_rank}:
         if ranks := [str(rank) for rank, of_rank in enumerate(digests) if of_rank.get(key) != digests[0].get(key)]:
             yield key, ", ".join(ranks)
 
 
-def _values(optimizer: Any) -> dict[str, str]:
+def _value_digests(optimizer: Any) -> dict[str, str]:
     """Digests of what an optimizer keeps of its parameters beside tensors, by key: such as counts, and a loss."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     places = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -145,10 +147,12 @@ def _values(optimizer: Any) -> dict[str, str]:
         for key, value in (state_of if isinstance(state_of, Mapping) else {of: state_of}).items():
             if not isinstance(value, torch.Tensor):
                 values.setdefault(str(key), []).append((places.get(id(of)), value))
-    return {key: digest(value) for key, value in values.items()}
+    return {key: plain_digest(value) for key, value in values.items()}
 
 
-def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, save: int) -> dict[str, Sample]:
+def sample_modules(
+    attached: Mapping[str, Any], stepped: Collection[int], step: int, save: int
+) -> dict[str, ModuleSample]:
     """Some numbers of each module that this rank trains: other parameters at each save, until all have been seen.
     `stepped` are the optimizers, by id, that have made a step in this process.
 
@@ -159,7 +163,7 @@ def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, sa
     optimizers = [obj for obj in attached.values() if isinstance(obj, Optimizer)]
     groups = [group for optimizer in optimizers if id(optimizer) in stepped for group in optimizer.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
-    sampled: dict[str, Sample] = {}
+    sampled: dict[str, ModuleSample] = {}
     for name, obj in attached.items():
         if not isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
             continue
@@ -172,12 +176,12 @@ def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, sa
             for parameter in parameters
             if id(parameter) in trained or (is_in_ddp and (parameter.requires_grad or save > 1))
         ]
-        interval = len(every) // MOST_SAMPLED + 1
+        interval = len(every) // MOST_SAMPLED_PARAMETERS + 1
         every = [
             parameter.detach() for parameter in every[save % interval :: interval] if parameter.is_floating_point()
         ]
         if every := [parameter for parameter in every if type(parameter) is torch.Tensor and parameter.numel()]:
-            pieces = [_spread(parameter).float() for parameter in every]
+            pieces = [_spread_numbers(parameter).float() for parameter in every]
             devices = dict.fromkeys(piece.device for piece in pieces)
             numbers = [torch.cat([piece for piece in pieces if piece.device == device]).cpu() for device in devices]
             drift = _ROUNDING * max(step / _ROUNDED_STEPS, 1) ** 0.5
@@ -187,41 +191,43 @@ def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, sa
     return sampled
 
 
-def _spread(tensor: torch.Tensor) -> torch.Tensor:
+def _spread_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """A few of its numbers, without a copy where it fills its memory, in any order of dimensions."""
     size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     flat = tensor.as_strided((size,), (1,)) if size == tensor.numel() else tensor.flatten()
-    return flat[:: max(len(flat) // _NUMBERS, 1)][:_NUMBERS]
+    return flat[:: max(len(flat) // _NUMBERS_PER_PARAMETER, 1)][:_NUMBERS_PER_PARAMETER]
 
 
-def _apart(every_rank: Sequence[Mapping[str, Sample]]) -> Iterator[tuple[str, list[int], bool]]:
-    """Each name of which `samples` are not those of rank 0, on which ranks, and whether that is a mistake.
+def _differing_samples(every_rank: Sequence[Mapping[str, ModuleSample]]) -> Iterator[tuple[str, list[int], bool]]:
+    """Each name of which the samples are not those of rank 0, on which ranks, and whether that is a mistake.
 
     A rank that does not train a module counts only where it is rank 0.
     """
     for name in {name: None for of_rank in every_rank for name in of_rank}:
         having = {rank: of_rank[name] for rank, of_rank in enumerate(every_rank) if name in of_rank}
         first, share, is_mistake = having.get(0, (None, 0.0, False))
-        if ranks := [rank for rank, (own, _, _) in having.items() if first is None or not _is_near(own, first, share)]:
+        if ranks := [
+            rank for rank, (own, _, _) in having.items() if first is None or not _is_within_rounding(own, first, share)
+        ]:
             yield name, ranks, is_mistake
 
 
-def _is_near(own: torch.Tensor, first: torch.Tensor, share: float) -> bool:
+def _is_within_rounding(own: torch.Tensor, first: torch.Tensor, share: float) -> bool:
     return own.shape == first.shape and bool((own - first).abs().max() <= share * first.abs().max())
 
 
-def digest(value: Any) -> str:
+def plain_digest(value: Any) -> str:
     """Equal for equal plain values, whatever the order of keys; of tensors their types and shapes count."""
-    return hashlib.sha256(_text(value).encode()).hexdigest()[:16]
+    return hashlib.sha256(_canonical_text(value).encode()).hexdigest()[:16]
 
 
-def _text(value: Any) -> str:
+def _canonical_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{key!r}: {_text(item)}' for key, item in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{key!r}: {_canonical_text(item)}' for key, item in value.items()))}}}"
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+        return f"{{{', '.join(sorted(map(_canonical_text, value)))}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(_canonical_text, value))}]"
     return repr(value)

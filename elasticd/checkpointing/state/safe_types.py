@@ -20,13 +20,13 @@ from elasticd.errors import CheckpointRefused
 # Pickle and this walk recurse; both stay far below Python's own limit.
 _MAX_DEPTH = 100
 # The restricted unpickler knows integers of up to 255 bytes.
-_INT_BITS = 255 * 8 - 1
+_MAX_INT_BITS = 255 * 8 - 1
 
 
 def check_loadable(state: Any) -> None:
     """Raise CheckpointRefused, naming the path of keys, for the first value in `state` that would not load again."""
     if type(state) is not dict:
-        raise CheckpointRefused(f"a checkpoint is a dict of attached objects, not {_name(state)}")
+        raise CheckpointRefused(f"a checkpoint is a dict of attached objects, not {_type_name(state)}")
     _Walk().visit(state, ())
 
 
@@ -48,22 +48,22 @@ class _Walk:
         if kind in self._plain:
             return
         if kind is int:
-            if value.bit_length() > _INT_BITS:
+            if value.bit_length() > _MAX_INT_BITS:
                 raise _refusal(path, f"is an integer of {value.bit_length()} bits", "store it as a string")
         elif kind is bytes:
             if not value:
                 raise _refusal(path, "is empty bytes", "store None, an empty string or a tensor")
         elif kind is torch.Tensor or kind is torch.nn.Parameter:
-            self._tensor(value, path)
+            self._visit_tensor(value, path)
         elif kind in self._allowed and hasattr(kind, "__tensor_flatten__") and not hasattr(value, "_local_tensor"):
             for name in value.__tensor_flatten__()[0]:
                 self.visit(getattr(value, name), (*path, name))
         elif kind in (dict, collections.OrderedDict, collections.Counter, list, tuple, set):
-            self._container(value, path)
+            self._visit_container(value, path)
         else:
-            raise _refusal(path, f"is {_name(value)}", _instead(value))
+            raise _refusal(path, f"is {_type_name(value)}", _advice_for(value))
 
-    def _container(self, value: Any, path: tuple[Any, ...]) -> None:
+    def _visit_container(self, value: Any, path: tuple[Any, ...]) -> None:
         """Check a container's items, once each, without cycles and not too deep."""
         if id(value) in self._open:
             raise _refusal(path, "contains itself", "remove the cycle")
@@ -76,19 +76,19 @@ class _Walk:
             for key, item in value.items():
                 self.visit(key, (*path, f"(key {key!r:.60})"))
                 self.visit(item, (*path, key))
-            self._attributes(value, path)
+            self._visit_attributes(value, path)
         else:
             for i, item in enumerate(value):
                 self.visit(item, (*path, i))
         self._open.discard(id(value))
         self._seen.add(id(value))
 
-    def _attributes(self, value: Any, path: tuple[Any, ...]) -> None:
+    def _visit_attributes(self, value: Any, path: tuple[Any, ...]) -> None:
         """Attributes that pickle writes with the value: torch sets `_metadata` on an OrderedDict."""
         for name, item in getattr(value, "__dict__", {}).items():
             self.visit(item, (*path, name))
 
-    def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
+    def _visit_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
         """Check a tensor: kinds that torch cannot save, and memory that is seen as two types."""
         if id(tensor) in self._seen:
             return
@@ -99,7 +99,7 @@ class _Walk:
             raise _refusal(path, "is a nested tensor", "store its parts, tensor.unbind()")
         if tensor.device.type == "meta":
             raise _refusal(path, "is on the meta device and holds no values", "materialize it first")
-        self._attributes(tensor, path)
+        self._visit_attributes(tensor, path)
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return
         storage = tensor.untyped_storage()
@@ -123,12 +123,12 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path) or "the state"
 
 
-def _name(value: Any) -> str:
+def _type_name(value: Any) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _instead(value: Any) -> str:
+def _advice_for(value: Any) -> str:
     """Return what the script can store instead, by the kind of the value; the order goes from the particular to the
     general.
     """

@@ -4,14 +4,14 @@ DCP's planner decides, and its metadata describes the files, so plain `torch.dis
 file is a row of small archives, one for each tensor, as `torch.save` writes it; their sizes depend on shapes alone. So
 a plan is made by all ranks once, and again only when the state of a rank has another structure.
 
-A plan costs a gather and a scatter of objects and seconds for a large model; a save with a plan costs neither. `fits`
-compares what the plan depends on: keys, types, shapes, placements, and the sizes of the few values that are no tensors
-and whose pickles may grow.
+A plan costs a gather and a scatter of objects and seconds for a large model; a save with a plan costs neither.
+`try_use_state` compares what the plan depends on: keys, types, shapes, placements, and the sizes of the few values that
+are no tensors and whose pickles may grow.
 
 Loading avoids copies. A tensor's archive has the same bytes before and after its content wherever type and shape are
-equal (`_around`), so its content can be read from the file into the tensor, or used where it is mapped. An archive that
-was written by another torch has other bytes around it and is loaded as DCP does. Metadata is a pickle, which could run
-code: it is read by an unpickler that knows the names it may hold.
+equal (`_archive_around`), so its content can be read from the file into the tensor, or used where it is mapped. An
+archive that was written by another torch has other bytes around it and is loaded as DCP does. Metadata is a pickle,
+which could run code: it is read by an unpickler that knows the names it may hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elasticd.checkpointing.state.in_place import Reader, bytes_of
+from elasticd.checkpointing.state.in_place import SequentialReader, bytes_of
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import METADATA, shard_name
@@ -66,11 +66,11 @@ class ShardPlan:
         answered, why = scatter_objects(answer, group)
         if answered is None:
             raise CheckpointError(f"torch.distributed.checkpoint cannot plan this state: {why}")
-        self._own = _File(answered.items)
+        self._own = _RankFile(answered.items)
         self._own_sizes = self._own.python_value_sizes(self._planner)
         at = 0
         places = []
-        for item, size in zip(self._own.items, self._own.sizes(self._own_sizes), strict=True):
+        for item, size in zip(self._own.items, self._own.archive_sizes(self._own_sizes), strict=True):
             places.append((item.index, filesystem._StorageInfo(shard_name(group.rank), at, size)))
             at += size
         data = b""
@@ -86,7 +86,7 @@ class ShardPlan:
         """The content of .metadata, on rank 0."""
         self.sizes, self.metadata = scatter_objects(answer, group)
 
-    def fits(self, state: StateDict) -> bool:
+    def try_use_state(self, state: StateDict) -> bool:
         """Use this state from now on. False if another plan has to be made for it."""
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -100,7 +100,7 @@ class ShardPlan:
         return self._own.content(self._planner)
 
 
-class _File:
+class _RankFile:
     """The file that one rank writes: tensors first, whose sizes are fixed, then Python values."""
 
     def __init__(self, items: list[WriteItem]) -> None:
@@ -117,25 +117,25 @@ class _File:
             for item in self._tensors:
                 data = planner.resolve_data(item)
                 assert isinstance(data, torch.Tensor)
-                before, after = _around(data.dtype, data.shape)
+                before, after = _archive_around(data.dtype, data.shape)
                 yield before
                 yield host_bytes(data)
                 yield after
-        yield from self._value_bytes(planner)
+        yield from self._pickled_values(planner)
 
-    def sizes(self, value_sizes: list[int]) -> Iterator[int]:
+    def archive_sizes(self, value_sizes: list[int]) -> Iterator[int]:
         """Return the size of each archive of the file, in its order."""
         for item in self._tensors:
             data = item.tensor_data
             assert data is not None
-            before, after = _around(data.properties.dtype, data.chunk.sizes)
+            before, after = _archive_around(data.properties.dtype, data.chunk.sizes)
             yield len(before) + data.chunk.sizes.numel() * data.properties.dtype.itemsize + len(after)
         yield from value_sizes
 
     def python_value_sizes(self, planner: SavePlanner) -> list[int]:
-        return [len(value) for value in self._value_bytes(planner)]
+        return [len(value) for value in self._pickled_values(planner)]
 
-    def _value_bytes(self, planner: SavePlanner) -> list[bytes]:
+    def _pickled_values(self, planner: SavePlanner) -> list[bytes]:
         resolved = [planner.resolve_data(item) for item in self._values]
         return [value.getvalue() for value in resolved if isinstance(value, io.BytesIO)]
 
@@ -148,11 +148,11 @@ def write_pieces(fd: int, offset: int, content: Iterator[bytes | memoryview]) ->
         waiting.append(piece)
         size += len(piece)
         if len(waiting) == _VECTORS or size >= _VECTOR_BYTES:
-            offset, size = _write(fd, offset, waiting), 0
-    _write(fd, offset, waiting)
+            offset, size = _write_vectors(fd, offset, waiting), 0
+    _write_vectors(fd, offset, waiting)
 
 
-def _write(fd: int, offset: int, waiting: list[bytes | memoryview]) -> int:
+def _write_vectors(fd: int, offset: int, waiting: list[bytes | memoryview]) -> int:
     while waiting:
         count = os.pwritev(fd, waiting, offset)
         offset += count
@@ -175,22 +175,22 @@ class DiskView:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._read_range = map_file(fd, 0, os.fstat(fd).st_size)
-        self._reader = Reader(fd)
+        self._reader = SequentialReader(fd)
 
     def __call__(self, start: int, size: int | None) -> memoryview:
         return self._read_range(start, size)
 
-    def begins(self, start: int, expected: bytes) -> bool:
+    def starts_with(self, start: int, expected: bytes) -> bool:
         return os.pread(self._fd, len(expected), start) == expected
 
-    def read(self, start: int, target: torch.Tensor) -> None:
+    def read_into(self, start: int, target: torch.Tensor) -> None:
         """Into a contiguous tensor, at ascending offsets. Raises OSError, CheckpointCorrupt."""
-        self._reader.skip(start)
-        self._reader.read(bytes_of(target))
+        self._reader.skip_to(start)
+        self._reader.read_into(bytes_of(target))
         self._reader.flush()
 
 
-def on_disk(path: Path) -> OpenFile:
+def open_on_disk(path: Path) -> OpenFile:
     """The files of the checkpoint in the directory `path`."""
 
     @contextlib.contextmanager
@@ -231,13 +231,13 @@ def load_shards(open_file: OpenFile, make_targets: Any) -> StateDict:
             for item, place in sorted(items, key=lambda each: each[1].offset):
                 described = metadata.state_dict_metadata[item.storage_index.fqn]
                 if item.type is LoadItemType.BYTE_IO:
-                    value = _load(read_range(place.offset, place.length), described, item.storage_index)
+                    value = _load_value(read_range(place.offset, place.length), described, item.storage_index)
                     set_element(targets, planner.mappings[item.dest_index.fqn], value)
                     continue
                 target = planner.resolve_tensor(item).detach()
                 if isinstance(read_range, DiskView) and _read_in_place(read_range, place, item, described, target):
                     continue
-                value = _load(read_range(place.offset, place.length), described, item.storage_index)
+                value = _load_value(read_range(place.offset, place.length), described, item.storage_index)
                 target.copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
     return targets
 
@@ -248,21 +248,21 @@ def _read_in_place(view: DiskView, place: Any, item: ReadItem, described: Any, t
     fits = item.lengths == shape == target.shape and target.dtype == dtype and target.is_contiguous()
     if not fits or type(target) is not torch.Tensor:
         return False
-    before, after = _around(dtype, shape)
-    if place.length != len(before) + target.nbytes + len(after) or not view.begins(place.offset, before):
+    before, after = _archive_around(dtype, shape)
+    if place.length != len(before) + target.nbytes + len(after) or not view.starts_with(place.offset, before):
         return False
     if target.nbytes:
-        view.read(place.offset + len(before), target)
+        view.read_into(place.offset + len(before), target)
     return True
 
 
-def _load(archive: memoryview, described: Any, index: MetadataIndex) -> Any:
+def _load_value(archive: memoryview, described: Any, index: MetadataIndex) -> Any:
     """A tensor or a value. A tensor that was written here is used where it is, another one is loaded as DCP does."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if isinstance(described, TensorStorageMetadata):
         dtype, shape = described.properties.dtype, described.chunks[index.index or 0].sizes
-        before, after = _around(dtype, shape)
+        before, after = _archive_around(dtype, shape)
         size = shape.numel() * dtype.itemsize
         if len(archive) == len(before) + size + len(after) and archive[: len(before)] == before:
             content = archive[len(before) : len(before) + size]
@@ -271,7 +271,7 @@ def _load(archive: memoryview, described: Any, index: MetadataIndex) -> Any:
     return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler of metadata: a pickle that cannot run code. Names are checked before anything is imported for them,
     and a name with a dot would lead out of its module.
     """
@@ -298,14 +298,14 @@ _METADATA_TYPES = {
 def read_metadata(content: bytes) -> Metadata:
     """Return DCP's metadata of a checkpoint. Raises CheckpointCorrupt for content that this torch cannot load."""
     try:
-        metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
+        metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
         raise CheckpointCorrupt(f"{METADATA} cannot be loaded by this torch: {error}") from error
     return metadata
 
 
 @functools.lru_cache(1 << 16)
-def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+def _archive_around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """The bytes that `torch.save` writes before and after those of such a tensor."""
     return Layout(torch.empty(shape, dtype=dtype)).bytes_around_storage()
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 from elasticd.process_group import host_bytes
 
-NAMES = "sharded"
+NAMES_KEY = "sharded"
 """Key in elasticd's own part of state.pt: the objects that are in DCP's files."""
-STATE, GROUPS = "state", "param_groups"
+STATE_KEY, GROUPS_KEY = "state", "param_groups"
 """Keys in an optimizer's state, as torch names them."""
 
 
@@ -36,7 +36,7 @@ def check_mesh(name: str, obj: Any, world_size: int) -> None:
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if fsdp is not None and isinstance(obj, fsdp):
         raise UsageError(f"attach({name}=...): FullyShardedDataParallel is not supported; shard it with fully_shard()")
-    if _is_zero(obj) and _meshes(obj):
+    if _is_zero_redundancy(obj) and _meshes(obj):
         raise UsageError(
             f"attach({name}=...): its parameters are sharded already, and ZeroRedundancyOptimizer would divide them "
             "again; use the optimizer itself"
@@ -59,25 +59,28 @@ def _root_mesh(mesh: Any) -> Any:
     return device_mesh._mesh_resources.get_root_mesh(mesh)
 
 
-def names(attached: Mapping[str, Any]) -> frozenset[str]:
+def sharded_names(attached: Mapping[str, Any]) -> frozenset[str]:
     """The modules and optimizers, if one of them is sharded; else none."""
     large = {name: obj for name, obj in attached.items() if isinstance(obj, (Module, Optimizer))}
     is_sharded = any(
-        _is_zero(obj) or any(_is_dtensor(parameter) for _, parameter in _parameters(obj)) for obj in large.values()
+        _is_zero_redundancy(obj) or any(_is_dtensor(parameter) for _, parameter in _named_parameters(obj))
+        for obj in large.values()
     )
     return frozenset(large) if is_sharded else frozenset()
 
 
-def digests(attached: Mapping[str, Any]) -> dict[str, str]:
+def structure_digests(attached: Mapping[str, Any]) -> dict[str, str]:
     """Digests of what has to be the same on all ranks, for each object."""
     described: dict[str, Any] = {}
     for name, obj in attached.items():
         if isinstance(obj, Optimizer):
             owners = _parameter_names(obj, name, attached)
-            settings = [{key: _plain(value) for key, value in group.items()} for group in _groups(obj, owners)]
+            settings = [
+                {key: _without_address(value) for key, value in group.items()} for group in _named_groups(obj, owners)
+            ]
             described[name] = [type(obj).__qualname__, settings]
         else:
-            parameters = _parameters(obj)
+            parameters = _named_parameters(obj)
             described[name] = [
                 [
                     (key, tuple(parameter.shape), parameter.dtype, getattr(parameter, "placements", None))
@@ -90,14 +93,14 @@ def digests(attached: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str]:
+def unsharded_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str]:
     """Digests of each parameter, and each tensor of an optimizer, that is not sharded: one rank's is saved for all of
     them.
 
     Not of single numbers of an optimizer, and not of what DistributedDataParallel and ZeroRedundancyOptimizer manage.
     """
 
-    equal = training_state.replicated(attached, world_size)
+    equal = training_state.replicated_storages(attached, world_size)
     digests: dict[str, str] = {}
 
     def visit(value: Any, path: tuple[str, ...]) -> None:
@@ -112,12 +115,12 @@ def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str
                 checksum.update(host_bytes(value))
                 digests[".".join(path)] = str(checksum)[-16:]  # every rank sends those of all its tensors
 
-    own = {name: obj for name, obj in attached.items() if not _is_zero(obj)}
-    visit(gather(own, rank=1), ())  # ranks other than 0 have no buffers in it
+    own = {name: obj for name, obj in attached.items() if not _is_zero_redundancy(obj)}
+    visit(nested_state(own, rank=1), ())  # ranks other than 0 have no buffers in it
     return digests
 
 
-def gather(attached: Mapping[str, Any], rank: int) -> StateDict:
+def nested_state(attached: Mapping[str, Any], rank: int) -> StateDict:
     """The state of this rank, nested as DCP takes it. Its tensors are those that are trained, not copies.
 
     Buffers and parameter groups are rank 0's: each rank's BatchNorm has seen its own batches.
@@ -130,27 +133,27 @@ def gather(attached: Mapping[str, Any], rank: int) -> StateDict:
             own = {
                 key: value for key, value in items if rank == 0 or isinstance(value, Parameter) or _is_dtensor(value)
             }
-            gathered[name] = {training_state.plain(key): value for key, value in own.items()}
+            gathered[name] = {training_state.uncompiled_key(key): value for key, value in own.items()}
             continue
         owners = _parameter_names(obj, name, attached)
-        part = _part(obj)
-        indices = _indices(part)
-        values = part.state_dict()[STATE]
+        part = _local_optimizer(obj)
+        indices = _parameters_by_index(part)
+        values = part.state_dict()[STATE_KEY]
         by_name = {owners[id(parameter)]: values[index] for index, parameter in indices.items() if index in values}
-        gathered[name] = {STATE: by_name, **({GROUPS: _groups(obj, owners)} if rank == 0 else {})}
+        gathered[name] = {STATE_KEY: by_name, **({GROUPS_KEY: _named_groups(obj, owners)} if rank == 0 else {})}
     return gathered
 
 
-def values(state: Mapping[str, Any]) -> StateDict:
+def non_tensor_values(state: Mapping[str, Any]) -> StateDict:
     """The parts of a nested state that are no tensors."""
     return {
-        key: values(value) if isinstance(value, Mapping) else value
+        key: non_tensor_values(value) if isinstance(value, Mapping) else value
         for key, value in state.items()
         if not isinstance(value, torch.Tensor)
     }
 
 
-def targets(attached: Mapping[str, Any], metadata: Metadata) -> StateDict:
+def make_load_targets(attached: Mapping[str, Any], metadata: Metadata) -> StateDict:
     """The tensors that DCP loads to, nested in the same way: the modules' own, and new ones for optimizers.
 
     Raises CheckpointError for what the checkpoint lacks.
@@ -162,11 +165,13 @@ def targets(attached: Mapping[str, Any], metadata: Metadata) -> StateDict:
     for name, obj in attached.items():
         if isinstance(obj, Optimizer):
             known = _parameter_names(obj, name, attached)
-            owners[name] = {known[id(parameter)]: parameter for parameter in _indices(_part(obj)).values()}
-            nested[name] = {STATE: {}, GROUPS: []}
+            owners[name] = {
+                known[id(parameter)]: parameter for parameter in _parameters_by_index(_local_optimizer(obj)).values()
+            }
+            nested[name] = {STATE_KEY: {}, GROUPS_KEY: []}
         else:
             own = training_state.unwrap(obj).state_dict()
-            nested[name] = {training_state.plain(key): value for key, value in own.items()}
+            nested[name] = {training_state.uncompiled_key(key): value for key, value in own.items()}
             saved_keys = list(dict.fromkeys(path[1] for path in metadata.planner_data.values() if path[0] == name))
             lacking = [key for key in nested[name] if key not in saved_keys]
             extra = [key for key in saved_keys if key not in nested[name]]
@@ -176,77 +181,80 @@ def targets(attached: Mapping[str, Any], metadata: Metadata) -> StateDict:
     for key, path in metadata.planner_data.items():
         if path[0] not in owners:
             continue
-        if path[1] == GROUPS or path[2] in owners[path[0]]:
-            parameter = None if path[1] == GROUPS else owners[path[0]][path[2]]
-            set_element(nested, path, _like(parameter, metadata.state_dict_metadata[key]))
+        if path[1] == GROUPS_KEY or path[2] in owners[path[0]]:
+            parameter = None if path[1] == GROUPS_KEY else owners[path[0]][path[2]]
+            set_element(nested, path, _empty_target(parameter, metadata.state_dict_metadata[key]))
     return nested
 
 
-def divide(attached: Mapping[str, Any], content: Mapping[str, Any]) -> StateDict:
-    """The argument of `scatter`, from a checkpoint that has these objects whole. Raises CheckpointError where they
-    differ.
+def divide_whole_state(attached: Mapping[str, Any], content: Mapping[str, Any]) -> StateDict:
+    """The argument of `load_attached`, from a checkpoint that has these objects whole. Raises CheckpointError where
+    they differ.
     """
     nested: StateDict = {}
     for name, obj in attached.items():
         saved = content[name]
         if not isinstance(obj, Optimizer):
-            own = {training_state.plain(key): value for key, value in training_state.unwrap(obj).state_dict().items()}
+            own = {
+                training_state.uncompiled_key(key): value
+                for key, value in training_state.unwrap(obj).state_dict().items()
+            }
             if other := sorted(own.keys() ^ saved.keys()):
                 where = "the module lacks" if other[0] in saved else "the checkpoint lacks"
                 raise CheckpointError(f"{name}: {where} {other[0]}")
-            nested[name] = {key: _divided(saved[key], value) for key, value in own.items()}
+            nested[name] = {key: _own_shard(saved[key], value) for key, value in own.items()}
             continue
         owners = _parameter_names(obj, name, attached)
-        numbers = [number for group in saved[GROUPS] for number in group["params"]]
-        owner = dict(zip(numbers, (parameter for _, parameter in _parameters(obj)), strict=False))
+        numbers = [number for group in saved[GROUPS_KEY] for number in group["params"]]
+        owner = dict(zip(numbers, (parameter for _, parameter in _named_parameters(obj)), strict=False))
         groups = [
             {**group, "params": [owners[id(owner[at])] for at in group["params"] if at in owner]}
-            for group in saved[GROUPS]
+            for group in saved[GROUPS_KEY]
         ]
         by_name = {
-            owners[id(owner[at])]: {key: _divided(value, owner[at]) for key, value in values.items()}
-            for at, values in saved[STATE].items()
+            owners[id(owner[at])]: {key: _own_shard(value, owner[at]) for key, value in values.items()}
+            for at, values in saved[STATE_KEY].items()
             if at in owner
         }
-        nested[name] = {STATE: by_name, GROUPS: groups}
+        nested[name] = {STATE_KEY: by_name, GROUPS_KEY: groups}
     return nested
 
 
-def scatter(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Load what DCP has read into `targets`. Raises CheckpointError for other parameter groups."""
+def load_attached(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Load what DCP has read into the targets. Raises CheckpointError for other parameter groups."""
     for name, obj in attached.items():
         if not isinstance(obj, Optimizer):
             target = training_state.unwrap(obj)
             current = target.state_dict()
             for key in current:
-                current[key] = loaded[name][training_state.plain(key)]
+                current[key] = loaded[name][training_state.uncompiled_key(key)]
             target.load_state_dict(current)
             continue
         owners = _parameter_names(obj, name, attached)
-        saved, now = loaded[name][GROUPS], _groups(obj, owners)
+        saved, now = loaded[name][GROUPS_KEY], _named_groups(obj, owners)
         if [set(group["params"]) for group in saved] != [set(group["params"]) for group in now]:
             raise CheckpointError(
                 f"{name}: the checkpoint has {len(saved)} parameter groups and this optimizer {len(now)}, or they hold "
                 "other parameters; make the same groups"
             )
-        part = _part(obj)
-        values = loaded[name][STATE]
+        part = _local_optimizer(obj)
+        values = loaded[name][STATE_KEY]
         own_values = {
             index: values[owners[id(parameter)]]
-            for index, parameter in _indices(part).items()
+            for index, parameter in _parameters_by_index(part).items()
             if owners[id(parameter)] in values
         }
         settings = [{key: value for key, value in group.items() if key != "params"} for group in saved]
-        own = part.state_dict()[GROUPS]
+        own = part.state_dict()[GROUPS_KEY]
         part.load_state_dict(
-            {STATE: own_values, GROUPS: [{**group, **new} for group, new in zip(own, settings, strict=True)]}
+            {STATE_KEY: own_values, GROUPS_KEY: [{**group, **new} for group, new in zip(own, settings, strict=True)]}
         )
         if part is not obj:
             for group, new in zip(obj.param_groups, settings, strict=True):
                 group.update(new)
 
 
-def _parameters(obj: Any) -> list[tuple[str, Any]]:
+def _named_parameters(obj: Any) -> list[tuple[str, Any]]:
     """The parameters of a module by their keys, with buffers that are sharded; the parameters of an optimizer."""
     if isinstance(obj, Optimizer):
         return [("a parameter", parameter) for group in obj.param_groups for parameter in group["params"]]
@@ -254,10 +262,10 @@ def _parameters(obj: Any) -> list[tuple[str, Any]]:
         return []
     module = training_state.unwrap(obj)
     buffers = [(key, buffer) for key, buffer in module.named_buffers() if _is_dtensor(buffer)]
-    return [(training_state.plain(key), tensor) for key, tensor in (*module.named_parameters(), *buffers)]
+    return [(training_state.uncompiled_key(key), tensor) for key, tensor in (*module.named_parameters(), *buffers)]
 
 
-def _plain(value: Any) -> Any:
+def _without_address(value: Any) -> Any:
     """Without addresses, which differ between processes."""
     return value if isinstance(value, (bool, int, float, str, list, tuple)) else type(value).__qualname__
 
@@ -265,7 +273,7 @@ def _plain(value: Any) -> Any:
 def _meshes(obj: Any) -> list[tuple[str, Any]]:
     """Each mesh of its DTensors once, with the key of one of them."""
     meshes: dict[int, tuple[str, Any]] = {}
-    for key, parameter in _parameters(obj):
+    for key, parameter in _named_parameters(obj):
         if _is_dtensor(parameter):
             meshes.setdefault(id(parameter.device_mesh), (key, parameter.device_mesh))
     return list(meshes.values())
@@ -275,7 +283,7 @@ def _parameter_names(optimizer: Any, name: str, attached: Mapping[str, Any]) -> 
     """The keys of an optimizer's parameters in the module that it trains. Raises UsageError for any other parameter."""
     known: dict[int, str] = {}
     modules = {module: obj for module, obj in attached.items() if not isinstance(obj, Optimizer)}
-    of_module = {module: {id(value): key for key, value in _parameters(obj)} for module, obj in modules.items()}
+    of_module = {module: {id(value): key for key, value in _named_parameters(obj)} for module, obj in modules.items()}
     own = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     used = [module for module, parameters in of_module.items() if any(parameter in parameters for parameter in own)]
     for module in used:
@@ -289,19 +297,19 @@ def _parameter_names(optimizer: Any, name: str, attached: Mapping[str, Any]) -> 
     return known
 
 
-def _groups(optimizer: Any, owners: Mapping[int, str]) -> list[StateDict]:
+def _named_groups(optimizer: Any, owners: Mapping[int, str]) -> list[StateDict]:
     return [
         {**group, "params": [owners[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
 
 
-def _indices(optimizer: Any) -> dict[int, torch.Tensor]:
+def _parameters_by_index(optimizer: Any) -> dict[int, torch.Tensor]:
     """The parameters by their numbers in the optimizer's state_dict()."""
     return dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
 
 
-def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
+def _empty_target(parameter: torch.Tensor | None, saved: Any) -> Any:
     """Return an uninitialised tensor for a part of an optimizer's state: sharded as its parameter is, if it has its
     size.
 
@@ -318,7 +326,7 @@ def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
     return torch.empty(saved.size, dtype=dtype, device=device)
 
 
-def _divided(saved: Any, like: torch.Tensor) -> Any:
+def _own_shard(saved: Any, like: torch.Tensor) -> Any:
     """This rank's part of a tensor, if that is sharded; in memory of its own."""
     if not isinstance(saved, torch.Tensor):
         return saved
@@ -330,12 +338,12 @@ def _divided(saved: Any, like: torch.Tensor) -> Any:
     return distribute_tensor(saved, mesh, placements, src_data_rank=None).clone()
 
 
-def _part(optimizer: Any) -> Any:
+def _local_optimizer(optimizer: Any) -> Any:
     """The optimizer that has this rank's part of the state."""
-    return optimizer.optim if _is_zero(optimizer) else optimizer
+    return optimizer.optim if _is_zero_redundancy(optimizer) else optimizer
 
 
-def _is_zero(obj: Any) -> bool:
+def _is_zero_redundancy(obj: Any) -> bool:
     kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(obj, kind)
 

@@ -38,12 +38,16 @@ StateDict = dict[str, Any]
 """The state of one object, or of several by their names, as torch has it: nested containers, numbers and tensors."""
 RandomState = dict[str, Any]
 """The states of a rank's random generators by kind: torch, python, numpy, and the type of its device."""
-RESERVED = "elasticd"
-_COMPILED = "_orig_mod"
-_HUGE_BYTES = 2 << 20
-_HUGE = 14
+Notes = list[str]
+"""Sentences about what a restore could not use of a state."""
+StorageAddresses = frozenset[int]
+"""The addresses of storages in memory."""
+RESERVED_NAME = "elasticd"
+_COMPILED_KEY = "_orig_mod"
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
 """MADV_HUGEPAGE of linux/mman.h."""
-_OTHERS_SHARDS = (
+_FOREIGN_SHARDING_MODULES = (
     *(f"deepspeed.runtime.{module}" for module in ("base_optimizer", "engine", "pipe", "zero")),
     *(f"megatron.core.{module}" for module in ("distributed", "optimizer", "transformer")),
 )
@@ -74,9 +78,11 @@ def attachable(name: str, obj: Any) -> Any:
     """
     if isinstance(obj, torch.Generator):
         return GeneratorState(obj)
-    if name == RESERVED:
+    if name == RESERVED_NAME:
         raise UsageError(f"attach({name}=...): that name is elasticd's own part of a checkpoint; choose another")
-    foreign = next((kind.__module__ for kind in type(obj).__mro__ if kind.__module__.startswith(_OTHERS_SHARDS)), "")
+    foreign = next(
+        (kind.__module__ for kind in type(obj).__mro__ if kind.__module__.startswith(_FOREIGN_SHARDING_MODULES)), ""
+    )
     if foreign:
         raise UsageError(
             f"attach({name}=...): {type(obj).__name__} is {foreign.partition('.')[0]}'s, which keeps a part of the "
@@ -118,8 +124,8 @@ def unwrap(obj: Any) -> Any:
     while isinstance(obj, Module):
         if isinstance(obj, (DistributedDataParallel, DataParallel)):
             obj = obj.module
-        elif _COMPILED in obj._modules:
-            obj = obj._modules[_COMPILED]
+        elif _COMPILED_KEY in obj._modules:
+            obj = obj._modules[_COMPILED_KEY]
         else:
             break
     return obj
@@ -127,17 +133,17 @@ def unwrap(obj: Any) -> Any:
 
 def find_ddp(obj: Any) -> DistributedDataParallel | None:
     """The DistributedDataParallel that `obj` is, or that torch.compile has wrapped."""
-    while isinstance(obj, Module) and not isinstance(obj, DistributedDataParallel) and _COMPILED in obj._modules:
-        obj = obj._modules[_COMPILED]
+    while isinstance(obj, Module) and not isinstance(obj, DistributedDataParallel) and _COMPILED_KEY in obj._modules:
+        obj = obj._modules[_COMPILED_KEY]
     return obj if isinstance(obj, DistributedDataParallel) else None
 
 
-def gather(attached: Mapping[str, Any]) -> StateDict:
+def collect_states(attached: Mapping[str, Any]) -> StateDict:
     """The state dict of every attached object."""
-    return {name: _bare(unwrap(obj).state_dict()) for name, obj in attached.items()}
+    return {name: _with_uncompiled_keys(unwrap(obj).state_dict()) for name, obj in attached.items()}
 
 
-def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
+def replicated_storages(attached: Mapping[str, Any], world_size: int) -> StorageAddresses:
     """The addresses of the storages that should be bit for bit equal on all ranks: parameters that
     DistributedDataParallel trains, and what an optimizer of such parameters keeps for them.
 
@@ -157,16 +163,16 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
             for parameter, values in obj.state.items():
                 if id(parameter) in parameters and isinstance(values, dict):
                     tensors_kept = [value for value in values.values() if isinstance(value, torch.Tensor)]
-                    tensors += [part for value in tensors_kept for part in components(value)]
+                    tensors += [part for value in tensors_kept for part in component_tensors(value)]
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
-def scatter(
+def load_attached(
     attached: Mapping[str, Any],
     state: Mapping[str, Any],
     optional: Collection[str] = (),
     read: Callable[[], Collection[int]] = tuple,
-) -> list[str]:
+) -> Notes:
     """Load every attached object; returns sentences about the parts of the checkpoint that were not used.
 
     `optional` are the names of which the checkpoint may hold nothing. `read` returns the addresses of the storages that
@@ -175,7 +181,7 @@ def scatter(
     absent = [name for name in attached if name not in state]
     missing = [name for name in absent if name not in optional]
     if missing:
-        names = ", ".join(name for name in state if name != RESERVED)
+        names = ", ".join(name for name in state if name != RESERVED_NAME)
         raise CheckpointError(
             f"the checkpoint holds nothing for {', '.join(missing)}, only {names}; attach under the names it was saved "
             "with, start in another directory, or attach what is new with optional=True"
@@ -183,37 +189,37 @@ def scatter(
     in_place = read()
     for name, obj in attached.items():
         if name in state:
-            _load(unwrap(obj), state[name], in_place)
-    extra = [name for name in state if name not in attached and name != RESERVED]
+            _load_one(unwrap(obj), state[name], in_place)
+    extra = [name for name in state if name not in attached and name != RESERVED_NAME]
     return [
         *(f"the checkpoint holds nothing for {name}, which is optional and stays as it is" for name in absent),
         *(f"nothing is attached as {name}: that part of the checkpoint was not used" for name in extra),
     ]
 
 
-def _load(target: Any, state: Any, in_place: Collection[int]) -> None:
+def _load_one(target: Any, state: Any, in_place: Collection[int]) -> None:
     """Load a state whose tensors are mapped from a file: modules and optimizers copy them in place; other objects may
     keep what they get, and get copies. Tensors in memory of their own are loaded as they are.
     """
-    mapped = addresses(state) - set(in_place)
+    mapped = storage_addresses(state) - set(in_place)
     if isinstance(target, Module):
-        target.load_state_dict(wrapped(state, target))
-        if mapped.isdisjoint(addresses(target.state_dict())):
+        target.load_state_dict(with_compiled_keys(state, target))
+        if mapped.isdisjoint(storage_addresses(target.state_dict())):
             return
     elif isinstance(target, Optimizer):
         before, settings = dict(target.state), [list(group) for group in target.param_groups]
         target.load_state_dict(state)
-        _check_settings(target, settings)
-        _keep_copies(target.state, before, mapped)
-        if mapped.isdisjoint(addresses(target.state)):
+        _check_optimizer_class(target, settings)
+        _replace_mapped(target.state, before, mapped)
+        if mapped.isdisjoint(storage_addresses(target.state)):
             return
     elif not mapped and all(tensor.layout is torch.strided for tensor in tensors(state)):
         target.load_state_dict(state)
         return
-    target.load_state_dict(wrapped(_copied(state), target))
+    target.load_state_dict(with_compiled_keys(_deep_copy(state), target))
 
 
-def _check_settings(optimizer: torch.optim.Optimizer, before: list[list[str]]) -> None:
+def _check_optimizer_class(optimizer: torch.optim.Optimizer, before: list[list[str]]) -> None:
     """Raises CheckpointError where it has loaded the state of an optimizer of another class: its next step would be a
     KeyError. `before` are the names of each group's settings.
     """
@@ -236,7 +242,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, before: list[list[str]]) -
         )
 
 
-def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: set[int]) -> None:
+def _replace_mapped(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: set[int]) -> None:
     """An optimizer keeps the tensors that it loads: replace mapped ones by the tensors it had before, with the new
     values, so that there is never a second copy of its state.
     """
@@ -245,40 +251,40 @@ def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: se
         for parameter, values in state.items()
         if isinstance(values, dict)
         for key, value in values.items()
-        if isinstance(value, torch.Tensor) and addresses(value) & mapped
+        if isinstance(value, torch.Tensor) and storage_addresses(value) & mapped
     ]
-    if len(loaded) != len({address for _, _, value, _ in loaded for address in addresses(value)}):
+    if len(loaded) != len({address for _, _, value, _ in loaded for address in storage_addresses(value)}):
         return  # some of them share memory
     for values, key, value, old in loaded:
         alike = isinstance(old, torch.Tensor) and (old.dtype, old.device) == (value.dtype, value.device)
         if alike and (old.shape, old.stride()) == (value.shape, value.stride()):
             values[key] = old.detach().copy_(value)
         else:
-            values[key] = empty_like(value, value.device).copy_(value)
+            values[key] = empty_in_huge_pages(value, value.device).copy_(value)
 
 
-def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def empty_in_huge_pages(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A new tensor in huge pages where the kernel grants them: page faults are three quarters of the time that a copy
     takes.
     """
     new = torch.empty_like(tensor, device=device, requires_grad=False)
     if new.device.type == "cpu":
-        start = -(-new.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-        size = (new.data_ptr() + new.nbytes - start) // _HUGE_BYTES * _HUGE_BYTES
+        start = -(-new.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        size = (new.data_ptr() + new.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if size > 0:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _HUGE)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
     return new
 
 
-def _copied(state: Any) -> Any:
+def _deep_copy(state: Any) -> Any:
     """A deep copy, in which tensors that share memory still do. Torch has none of a compressed sparse tensor (CSR)."""
-    if any(components(tensor)[0] is not tensor for tensor in _tensors(state)):
+    if any(component_tensors(tensor)[0] is not tensor for tensor in _tensors(state)):
         return from_bytes(to_bytes(state))  # their classes need not have a clone()
     usual = (torch.strided, torch.sparse_coo)
     return copy.deepcopy(state, {id(tensor): tensor.clone() for tensor in tensors(state) if tensor.layout not in usual})
 
 
-def addresses(state: Any) -> set[int]:
+def storage_addresses(state: Any) -> set[int]:
     """The storages of the dense tensors in nested containers."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors(state) if tensor.layout is torch.strided} - {0}
 
@@ -286,7 +292,7 @@ def addresses(state: Any) -> set[int]:
 def tensors(state: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers; in place of one that is made of others, such as of 8 bits, those."""
     for tensor_in in _tensors(state):
-        yield from components(tensor_in)
+        yield from component_tensors(tensor_in)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -297,40 +303,40 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def components(tensor: torch.Tensor) -> list[torch.Tensor]:
+def component_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor itself; those in a tensor subclass that wraps others, but a DTensor."""
     if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "_local_tensor"):
         return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in components(getattr(tensor, name))]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in component_tensors(getattr(tensor, name))]
 
 
-def local(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
     """This rank's part of a DTensor, with its counter of changes; other tensors as they are."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
-def plain(key: str) -> str:
+def uncompiled_key(key: str) -> str:
     """The name without the wrappers of submodules that were compiled by themselves."""
-    return ".".join(part for part in key.split(".") if part != _COMPILED)
+    return ".".join(part for part in key.split(".") if part != _COMPILED_KEY)
 
 
-def _bare(state: Any) -> Any:
-    if isinstance(state, OrderedDict) and any(_COMPILED in str(key) for key in state):
-        return _renamed(state, plain)
+def _with_uncompiled_keys(state: Any) -> Any:
+    if isinstance(state, OrderedDict) and any(_COMPILED_KEY in str(key) for key in state):
+        return _rename_keys(state, uncompiled_key)
     return state
 
 
-def wrapped(state: Any, target: Any) -> Any:
+def with_compiled_keys(state: Any, target: Any) -> Any:
     """The state with the names that a module has whose submodules were compiled by themselves."""
     if not isinstance(target, Module):
         return state
     paths = [*target.state_dict(keep_vars=True), *(name for name, _ in target.named_modules())]
-    renamed = {plain(path): path for path in paths if _COMPILED in path}
-    return _renamed(state, lambda key: renamed.get(key, key)) if renamed else state
+    renamed = {uncompiled_key(path): path for path in paths if _COMPILED_KEY in path}
+    return _rename_keys(state, lambda key: renamed.get(key, key)) if renamed else state
 
 
-def _renamed(state: OrderedDict[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
+def _rename_keys(state: OrderedDict[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
     renamed = OrderedDict((rename(key), value) for key, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
@@ -339,9 +345,9 @@ def _renamed(state: OrderedDict[str, Any], rename: Callable[[str], str]) -> Orde
     return renamed
 
 
-def scatter_per_rank(
+def load_per_rank(
     objects: Mapping[str, Any], states: Mapping[str, list[Any]], rank: int, world_size: int, optional: Collection[str]
-) -> list[str]:
+) -> Notes:
     """Load each object's state of this rank; returns sentences about what was not used.
 
     On another world size an object gets all ranks' states by `load_state_dicts(states, rank, world_size)`, which may
@@ -357,9 +363,9 @@ def scatter_per_rank(
                 "start in another directory, or attach what is new with optional=True"
             )
         elif len(states[name]) == world_size:
-            obj.load_state_dict(_copied(states[name][rank]))
+            obj.load_state_dict(_deep_copy(states[name][rank]))
         elif callable(getattr(obj, "load_state_dicts", None)):
-            note = obj.load_state_dicts(_copied(states[name]), rank, world_size)
+            note = obj.load_state_dicts(_deep_copy(states[name]), rank, world_size)
             notes += [f"{name}: {note}"] if note else []
         else:
             raise CheckpointError(
@@ -386,12 +392,12 @@ def random_state(device: torch.device) -> RandomState:
     return state
 
 
-def torch_state() -> torch.Tensor:
+def torch_random_state() -> torch.Tensor:
     """The state of torch's default generator."""
     return torch.get_rng_state()
 
 
-def take_back_seed(before: torch.Tensor) -> None:
+def undo_seed_draw(before: torch.Tensor) -> None:
     """Back to this state, if a DataLoader's seed is all that was drawn since then."""
     generator = torch.Generator()
     generator.set_state(before)
@@ -400,7 +406,7 @@ def take_back_seed(before: torch.Tensor) -> None:
         torch.set_rng_state(before)
 
 
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> list[str]:
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> Notes:
     """Restore this rank's random streams; returns sentences about those that could not be restored."""
     unused: list[str] = []
     try:

@@ -103,8 +103,8 @@ def lie(kind: str) -> None:
 
 
 def widen(layout: Layout) -> None:
-    offset, storage = layout.shared[0]
-    layout.shared[0] = offset, torch.UntypedStorage(storage.nbytes() + 4096)
+    offset, storage = layout.shared_storages[0]
+    layout.shared_storages[0] = offset, torch.UntypedStorage(storage.nbytes() + 4096)
 
 
 def raise_error() -> None:
