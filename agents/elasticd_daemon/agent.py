@@ -110,7 +110,7 @@ def agent(argv: Sequence[str]) -> int:
     with signals_to_inbox(inbox):
         with contextlib.ExitStack() as stack:
             notifier = take_notifier(os.environ)
-            replaces = _run(
+            replaces = _run_agent(
                 settings,
                 lambda: load(options.config, os.environ),
                 lambda: installed_version_error(argv),
@@ -123,7 +123,7 @@ def agent(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(
+def _run_agent(
     settings: NodeSettings,
     read: Callable[[], NodeSettings],
     replacement_error: Callable[[], str],

@@ -40,7 +40,7 @@ from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.executor import Executor
 from elasticd_daemon.health.job_failures import JobFailures
 from elasticd_daemon.health.monitor import HealthMonitor
-from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
+from elasticd_daemon.health.policy import NOT_CHECKED_YET_REASON, HealthVerdict
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.metrics import NodeMetrics
 from elasticd_daemon.records import ClusterView, NodeState, NodeStatus, RunnerStatus
@@ -207,7 +207,7 @@ class NodeLoop:
         parts = self._parts
         parts.notifier.ready(f"node {self.status.node}")
         while True:
-            requests = self._receive()
+            requests = self._wait_for_turn()
             while requests:
                 if self._handle(requests.pop(0)):
                     for unhandled in requests:  # for the replacement
@@ -217,7 +217,7 @@ class NodeLoop:
             if self._draining and not parts.runners.alive():
                 return False
 
-    def _receive(self) -> list[SignalRequest]:
+    def _wait_for_turn(self) -> list[SignalRequest]:
         """Wait until the next turn is due. Returns the signals that arrived meanwhile."""
         requests = []
         timeout: float | None = max(0.0, self._next_at - time.monotonic())
@@ -396,7 +396,7 @@ class NodeLoop:
             return "draining", self._draining
         cordon = next((c for c in self._cluster_view.cordons if c.node == self.status.node), None)
         if health.state != "healthy":
-            return "starting" if health.why == NOT_CHECKED_YET else "quarantined", health.why
+            return "starting" if health.why == NOT_CHECKED_YET_REASON else "quarantined", health.why
         if cordon is not None:
             return "cordoned", cordon.reason
         return "ready", health.why

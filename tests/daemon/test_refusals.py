@@ -96,7 +96,7 @@ def test_pids_of_an_earlier_boot_are_ignored(node: MakeNode) -> None:
         for number, stranger in enumerate(strangers, 1):
             files = n1.files("old", number)
             files.root.mkdir(parents=True)
-            files.record.mkdir(parents=True)
+            files.agent_folder.mkdir(parents=True)
             files.runner_spec.write_bytes(RunnerSpec("old", number, "n1", (0,), "{}").to_json())
             named = alive.ProcessIdentity.of(stranger.pid)
             boot = "an-earlier-boot" if number == 1 else named.boot_id
@@ -123,7 +123,7 @@ def test_runner_without_an_agent_leaves(node: MakeNode) -> None:
     assert 3 < time.monotonic() - killed < 15
     assert (last.outcome, last.exit_code) == ("left", 143)
     assert not lives(worker)
-    assert "no agent has contacted this runner for 5 s" in n1.files("one").output.read_text()
+    assert "no agent has contacted this runner for 5 s" in n1.files("one").runner_log.read_text()
     until(lambda: not n1.processes(), n1.diagnostics)
     n1.start()
     n1.event("runner_started")

@@ -66,7 +66,7 @@ def test_stray_signals_end_neither_supervisor_agent_nor_runner(node: MakeNode) -
         os.kill(runner, signum)
     for name in (signal_name(one) for one in stray if one != signal.SIGPIPE):  # which Python ignores
         n1.wait_for_log(f"{name} is ignored: SIGTERM drains")
-        until(lambda name=name: f"{name} is ignored" in n1.files("one").output.read_text(), n1.diagnostics)
+        until(lambda name=name: f"{name} is ignored" in n1.files("one").runner_log.read_text(), n1.diagnostics)
     assert agent in children(n1.pid)
     assert (n1.runner("one"), n1.workers("one")) == (runner, workers)
     assert n1.drain() == 0

@@ -104,7 +104,7 @@ def test_only_an_agent_that_stays_away_loses_its_jobs(nodes: MakeNode) -> None:
     alone = until(lambda: rounds(1, n1, after=both["round"]), n1.diagnostics)[-1]
     assert time.monotonic() - gone > 20
     assert alone["nodes"] == ["n1"]
-    assert "no agent has contacted this runner" in n2.files("both").output.read_text()
+    assert "no agent has contacted this runner" in n2.files("both").runner_log.read_text()
     trains_in(n1, alone["round"])
     assert n1.drain() == 0
     until(lambda: not n2.processes(), n2.diagnostics)

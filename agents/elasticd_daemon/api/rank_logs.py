@@ -74,7 +74,7 @@ def read_log(files: JobFiles, node: str, request: LogRequest) -> LogChunk | None
     A negative offset counts from the end. One beyond the end means that the file was rotated: it is read from its
     start.
     """
-    file, round = files.output if request.stream == "elasticd" else files.events, 0
+    file, round = files.runner_log if request.stream == "elasticd" else files.events, 0
     root, parts = file.parent, [file.name]
     if request.stream not in NODE_STREAMS:
         newest = newest_round_of(files, request.rank) if request.round is None else request.round

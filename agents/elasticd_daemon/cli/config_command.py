@@ -27,7 +27,7 @@ def config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int
     else:
         environ = os.environ if environ is None else environ
         file = options.file or DEFAULT_FILE
-        print(f"{file}: nothing is wrong with it; {_check(file, options.kind, environ)}")
+        print(f"{file}: nothing is wrong with it; {_check_file(file, options.kind, environ)}")
     return 0
 
 
@@ -47,7 +47,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def _check(file: Path, given: str | None, environ: Mapping[str, str]) -> str:
+def _check_file(file: Path, given: str | None, environ: Mapping[str, str]) -> str:
     kind = format_of(file.name)
     data, _ = read_config(file)
     if (given or ("job" if "command" in parse(data, kind, str(file), MAX_CONFIG_BYTES) else "agent")) == "job":

@@ -325,14 +325,14 @@ def _path_or_none(text: str | None) -> Path | None:
     return Path(text) if text else None
 
 
-def _seconds(text: str) -> float:
+def _parse_interval_s(text: str) -> float:
     seconds = float(text)
     if not 0.2 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text}: between 0.2 and 3600 seconds")
     return seconds
 
 
-def _variable(text: str) -> tuple[str, str]:
+def _name_and_value(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -407,7 +407,7 @@ _OPTIONS = (
     _option(
         "submit",
         "--env",
-        type=_variable,
+        type=_name_and_value,
         action="append",
         metavar="NAME=VALUE",
         help="of a command: a variable; repeatable",
@@ -426,7 +426,9 @@ _OPTIONS = (
     ),
     _option("status", "job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes"),
     _option("status", "--watch", action="store_true", help="repeat until the job has ended or Ctrl-C"),
-    _option("status", "--every", type=_seconds, default=2.0, metavar="S", help="of --watch: the interval (2 s)"),
+    _option(
+        "status", "--every", type=_parse_interval_s, default=2.0, metavar="S", help="of --watch: the interval (2 s)"
+    ),
     _option("logs cancel dump explain", "job", metavar="JOB", help="its id, as elasticd jobs lists it"),
     _option("cordon uncordon drain", "name", metavar="NODE", help="its name, as elasticd nodes lists it"),
     _option("cordon drain", "--reason", metavar="TEXT", help="the reason that elasticd nodes shows"),

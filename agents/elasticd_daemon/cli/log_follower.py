@@ -100,7 +100,7 @@ class LogFollower:
         """Raises RequestFailed for a job that does not exist."""
         waiting = ""
         while True:
-            answer = self._retry(lambda: self.client.get(job_path(self.query.job))).result()
+            answer = self._ask_with_retries(lambda: self.client.get(job_path(self.query.job))).result()
             if answer.get("ended_at") is not None or answer.get("progress"):
                 return
             if answer.get("reason") != waiting:
@@ -121,7 +121,7 @@ class LogFollower:
             "node": self._node,
             "offset": -_TAIL_BYTES if tail else stream.offset,
         }
-        reply = self._retry(lambda: self.client.get(f"{job_path(self.query.job)}/logs", query))
+        reply = self._ask_with_retries(lambda: self.client.get(f"{job_path(self.query.job)}/logs", query))
         if reply.code == 404:
             self._last_error, stream.at_end = reply.why, True
             if stream.started:  # it has nothing in this round
@@ -143,7 +143,7 @@ class LogFollower:
         stream.at_end = chunk.next >= chunk.size
         stream.is_final = chunk.is_final
         self._newest_round = max(self._newest_round, chunk.newest)
-        self._put(stream, _last_lines(chunk.data, self.query.tail_lines or 0) if tail else chunk.data)
+        self._write_out(stream, _last_lines(chunk.data, self.query.tail_lines or 0) if tail else chunk.data)
         return bool(chunk.data)
 
     def _advance_round(self, newest: int) -> bool:
@@ -164,11 +164,11 @@ class LogFollower:
         return self._job_has_ended()
 
     def _job_has_ended(self) -> bool:
-        job = self._retry(lambda: self.client.get(job_path(self.query.job)))
+        job = self._ask_with_retries(lambda: self.client.get(job_path(self.query.job)))
         answer = job.document() if job.code == 200 else {}
         return job.code != 200 or (answer.get("ended_at") is not None and not answer.get("leaving"))
 
-    def _retry(self, ask: Callable[[], Reply]) -> Reply:
+    def _ask_with_retries(self, ask: Callable[[], Reply]) -> Reply:
         """The reply; with follow an outage is waited out. Raises Unreachable."""
         until, logged = self.clock() + OUTAGE_TIMEOUT_S, False
         while True:
@@ -188,7 +188,7 @@ class LogFollower:
                 logged = True
             self.sleep(POLL_S)
 
-    def _put(self, stream: _Stream, data: bytes) -> None:
+    def _write_out(self, stream: _Stream, data: bytes) -> None:
         if data:
             stream.out.write(data)
             stream.out.flush()

@@ -31,7 +31,7 @@ _STYLES = {
 
 
 @contextlib.contextmanager
-def _terminal() -> Iterator[Callable[[str], None]]:
+def _full_screen() -> Iterator[Callable[[str], None]]:
     """Shows pages on the whole terminal, which is restored at the end; the last page stays on it."""
     from rich.console import Console
     from rich.live import Live
@@ -63,7 +63,7 @@ def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool
     try:
         if as_json or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
             return follow(client, job, every_s, _show_below, as_json=as_json)
-        with _terminal() as show:
+        with _full_screen() as show:
             return follow(client, job, every_s, show)
     except KeyboardInterrupt:
         return 0

@@ -47,7 +47,7 @@ def jobs(rows: Sequence[JobSummary]) -> str:
             visible(row.state),
             _first_names(row.nodes),
             str(row.slots or "-"),
-            f"{_age(row.ended_seconds)} ago" if row.ended else _age(row.age_seconds),
+            f"{_age_or_dash(row.ended_seconds)} ago" if row.ended else _age_or_dash(row.age_seconds),
             visible(row.reason),
         )
         for row in rows
@@ -70,7 +70,7 @@ def queue(rows: Sequence[JobSummary]) -> str:
             visible(row.priority),
             visible(submitter(row.submitted_by)) or "-",
             str(used[submitter(row.submitted_by)]),
-            _age(row.age_seconds),
+            _age_or_dash(row.age_seconds),
             visible(row.reason),
         )
         for row in waiting
@@ -132,7 +132,7 @@ def job_page(job: JobStatus) -> str:
         ("requested", _request_text(job)),
         ("submitted", _submission_text(job)),
     ]
-    lines = [f"{visible(job.job)}: {_state(job)}"]
+    lines = [f"{visible(job.job)}: {_state_text(job)}"]
     lines += [f"  {name:<{_NAME_COLUMN_WIDTH}} {value}" for name, value in rows if value]
     page = problem_line(job) + "\n".join(lines) + "\n" + _rank_table(progress)
     if progress.rounds:
@@ -166,7 +166,7 @@ def problem_lines(listed: Sequence[JobSummary], ready: Sequence[NodeSummary], ru
     lines += [f"{row.node}: {with_reason(row.state, row.reason)}" for row in ready if row.state in FAILING_NODE_STATES]
     recent = [row for row in listed if row.state == "failed" and (row.ended_seconds or 0) < RECENT_FAILURE_S]
     for row in sorted(recent, key=lambda row: row.ended_seconds or 0):
-        lines.append(f"{row.job}: {with_reason(f'failed {_age(row.ended_seconds)} ago', row.reason)}")
+        lines.append(f"{row.job}: {with_reason(f'failed {_age_or_dash(row.ended_seconds)} ago', row.reason)}")
     more = len(lines) - MAX_SHOWN_PROBLEMS
     shown = [f"elasticd: {visible(line)}\n" for line in lines[:MAX_SHOWN_PROBLEMS]]
     return "".join(shown) + (f"elasticd: and {count(more, 'more problem')}\n" if more > 0 else "")
@@ -186,7 +186,7 @@ def _running_table(rows: Sequence[JobStatus]) -> str:
             "-" if job.known.steps_per_second is None else f"{job.known.steps_per_second:.3g}",
             "-" if job.known.goodput is None else f"{100 * job.known.goodput:.1f} %",
             str(job.known.restarts or 0),
-            _age(job.age_seconds),
+            _age_or_dash(job.age_seconds),
         )
         for job in rows
     ]
@@ -222,17 +222,17 @@ def _first_names(names: Sequence[object]) -> str:
     return (",".join(shown) + more) or "-"
 
 
-def _age(seconds: float | None) -> str:
+def _age_or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else age(seconds)
 
 
-def _state(job: JobStatus) -> str:
+def _state_text(job: JobStatus) -> str:
     """The state of a job in words, with how and when it ended."""
     state = visible(job.state)
     if not job.ended:
         return state
     leaving = f"; its workers on {_first_names(job.leaving)} are being stopped" if job.leaving else ""
-    return f"{state}, {_age(job.ended_seconds)} ago, with exit code {job.exit_code}{leaving}"
+    return f"{state}, {_age_or_dash(job.ended_seconds)} ago, with exit code {job.exit_code}{leaving}"
 
 
 def _node_rows(job: JobStatus) -> list[tuple[str, str]]:
@@ -267,7 +267,7 @@ def _submission_text(job: JobStatus) -> str:
     if job.submitted_at is None:
         return ""
     by = f" by {visible(job.submitted_by)}" if job.submitted_by else ""
-    return f"{_local_time(job.submitted_at)}{by}, {_age(job.age_seconds)} ago, as number {job.number}"
+    return f"{_local_time(job.submitted_at)}{by}, {_age_or_dash(job.age_seconds)} ago, as number {job.number}"
 
 
 def _round_row(one: RoundStatus) -> tuple[str, ...]:

@@ -88,7 +88,8 @@ def _directory_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
         if path is not None and not any(_is_below(_resolve(path), directory) for directory in allowed):
             return ConfigError(
                 key,
-                f"{_with_target(path)} is not below one of this node's [limits] directories: {listing(allowed, None)}",
+                f"{_describe_with_target(path)} is not below one of this node's [limits] directories: "
+                f"{listing(allowed, None)}",
             )
     return None
 
@@ -103,7 +104,7 @@ def _command_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
         real = os.path.realpath(path)
         if any(_is_below(real, entry.rstrip("/")) if entry.endswith("/") else real == entry for entry in allowed):
             return None
-        return ConfigError(key, f"{_with_target(Path(path))} is not one of {listed}")
+        return ConfigError(key, f"{_describe_with_target(Path(path))} is not one of {listed}")
 
     return (
         _program_refusal(job, check, listed) if job.no_python else _script_refusal(job, check, listed)
@@ -128,7 +129,7 @@ def _script_refusal(job: JobFile, check: _CheckPath, listed: str) -> ConfigError
         return ConfigError("command", f"-m {name} leads out of workdir by a link; name the directory it is in")
     error = check("command", str(script))
     if error is None and job.python is not None and not _same_program(job.python, sys.executable):
-        error = check("python", _which(job.python))
+        error = check("python", _find_interpreter(job.python))
     return error
 
 
@@ -151,14 +152,14 @@ def _is_below(path: str, directory: str) -> bool:
 
 def _same_program(one: str, other: str) -> bool:
     # Not resolved: a virtual environment's interpreter is a link to one that has other modules.
-    return os.path.normpath(_which(one)) == os.path.normpath(other)
+    return os.path.normpath(_find_interpreter(one)) == os.path.normpath(other)
 
 
-def _which(python: str) -> str:
+def _find_interpreter(python: str) -> str:
     return python if "/" in python else shutil.which(python) or python
 
 
-def _with_target(path: Path) -> str:
+def _describe_with_target(path: Path) -> str:
     """The path, and where it leads if that is elsewhere."""
     if url := url_of(path):
         return repr(url)

@@ -44,12 +44,12 @@ def decode(table: Mapping[str, Any], kind: type[StructT], hints: KeyHints, *, te
     try:
         return msgspec.convert(table, kind, dec_hook=decode_quantity, strict=not text_numbers)
     except msgspec.ValidationError as error:
-        raise _translate(str(error), table, kind, hints) from None
+        raise _translate_error(str(error), table, kind, hints) from None
     except RecursionError:
         raise ConfigError("", "tables and lists are nested too deep") from None
 
 
-def _translate(text: str, table: Mapping[str, Any], kind: type, words: KeyHints) -> ConfigError:
+def _translate_error(text: str, table: Mapping[str, Any], kind: type, words: KeyHints) -> ConfigError:
     """Return msgspec's error in the words of the file: the key, what is wrong with it, and how to write it.
 
     `text` is msgspec's, as "Expected `int`, got `str` - at `$.http.port`".
@@ -101,7 +101,7 @@ def _type_problem(what: str, path: str, field: msgspec.structs.FieldInfo | None)
     if types is None:
         return what
     if re.match("Expected `int` [<>]=", what):
-        return f"must be {_range_of(_field_type(field))}"
+        return f"must be {_describe_range(_field_type(field))}"
     kinds = [] if "[" in path else _choices(_field_type(field))
     kinds = kinds or [_TYPE_NAMES.get(word, word) for word in types[1].split(" | ") if word != "null"]
     problem = f"must be {listing(kinds, conjunction='or')}, not {_TYPE_NAMES.get(types[2] or '', 'something else')}"
@@ -113,7 +113,7 @@ def _type_problem(what: str, path: str, field: msgspec.structs.FieldInfo | None)
     return f"{problem}; write it as in {field.encode_name} = {example}" if example else problem
 
 
-def _range_of(kind: Any) -> str:
+def _describe_range(kind: Any) -> str:
     """The range of a whole number, from the msgspec.Meta in its type."""
     meta = next(part for part in _type_parts(kind) if isinstance(part, msgspec.Meta))
     return f"at least {meta.ge}" if meta.le is None else f"from {meta.ge} to {meta.le}"

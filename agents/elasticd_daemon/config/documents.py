@@ -38,7 +38,7 @@ def parse(data: bytes, kind: FileFormat, where: str, max_bytes: int = MAX_JOB_FI
     try:
         text = data.decode("utf-8-sig")
         table = _PARSERS[kind](text)
-        _check_depth(table, 0)
+        _check_values(table, 0)
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: is not text: byte {error.start} is not UTF-8") from None
     except RecursionError:
@@ -74,16 +74,16 @@ def _one_line(error: object) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _check_depth(value: Any, depth: int) -> None:
+def _check_values(value: Any, depth: int) -> None:
     if depth > MAX_NESTING_DEPTH:
         raise _DocumentError(f"tables and lists are nested too deep; {MAX_NESTING_DEPTH} levels are understood")
     if isinstance(value, dict):
         for key, inner in value.items():
             _check_text(key)
-            _check_depth(inner, depth + 1)
+            _check_values(inner, depth + 1)
     elif isinstance(value, list):
         for inner in value:
-            _check_depth(inner, depth + 1)
+            _check_values(inner, depth + 1)
     elif isinstance(value, str):
         _check_text(value)
 
@@ -113,7 +113,7 @@ def _parse_toml(text: str) -> Any:
     return tomllib.loads(text)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
@@ -128,5 +128,5 @@ def _refuse_constant(name: str) -> Any:
 
 _PARSERS: Mapping[FileFormat, Callable[[str], Any]] = {
     "toml": _parse_toml,
-    "json": partial(json.loads, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant),
+    "json": partial(json.loads, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant),
 }

@@ -142,9 +142,9 @@ class NodeChecks:
         of_kubernetes = self._kubernetes.check(self._settings.health)
         return [check_memory(idle), *self._check_gpus(max_gpus_seen), *of_kubernetes, *self._in_check_process()]
 
-    def report(self, verdict: HealthVerdict) -> None:
+    def report_to_kubernetes(self, verdict: HealthVerdict) -> None:
         """Tell others of the verdict that follows from the results."""
-        self._kubernetes.report(self._settings.health, verdict)
+        self._kubernetes.write_condition(self._settings.health, verdict)
 
     def all_reduce(self) -> CheckResult:
         slots = self._settings.slot_count(self._environ)

@@ -32,7 +32,7 @@ def gpu_results(
     gpus = [gpu for gpu in answer.get("gpus", ()) if _is_visible(gpu, visible)]
     return [
         _presence_result(gpus, expected, seconds),
-        *(_check_each(check, gpus, is_bad, fine) for check, is_bad, fine in CHECKS),
+        *(_check_each(check, gpus, is_bad, fine) for check, is_bad, fine in GPU_CHECKS),
         _check_each(
             "gpu nvlink",
             gpus,
@@ -81,7 +81,7 @@ def _presence_result(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: 
         return failed(PRESENCE_CHECK, "; ".join(lost), seconds)
     names = sorted({str(gpu.get("name", "GPU")) for gpu in gpus})
     past = [f"{describe_gpu(gpu)}: last XID {gpu['last_xid']}" for gpu in gpus if gpu.get("last_xid")]
-    notes = "; ".join([*past, *(note for bad, note in NOTES if any(map(bad, gpus)))])
+    notes = "; ".join([*past, *(note for bad, note in GPU_NOTES if any(map(bad, gpus)))])
     return passed(PRESENCE_CHECK, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(notes)}{notes}", seconds)
 
 
@@ -123,14 +123,14 @@ def _nvlink_reason(gpu: Mapping[str, Any], most: dict[str, int]) -> str:
     return f"has lost {down} of {most[uuid]} NVLinks; see nvidia-smi nvlink -s" if down else ""
 
 
-CHECKS = (
+GPU_CHECKS = (
     ("gpu ecc", _ecc_reason, "no uncorrectable errors"),
     ("gpu rows", _row_reason, "no memory row needs remapping"),
     ("gpu heat", _slowdown_reason, "no hardware slowdown"),
     ("gpu fabric", _fabric_reason, "no GPU was refused"),
 )
 """Name, when a GPU is bad and why, and what is said of good ones."""
-NOTES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+GPU_NOTES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
     (lambda gpu: gpu.get("persistence") == 0, "persistence mode is off: the driver is loaded anew by each start"),
     (lambda gpu: gpu.get("mig") == 1, "MIG is on: a slot is one instance"),
     (lambda gpu: gpu.get("fabric", (0,))[0] in FABRIC_PENDING, "the fabric manager has not set up all GPUs"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from elasticd_agent.config.notice_options import parse_notice_service
 from elasticd_daemon.config.agent_settings import HealthSettings
-from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
+from elasticd_daemon.health.policy import NOT_CHECKED_YET_REASON, HealthVerdict
 from elasticd_daemon.health.result import CheckResult, passed, skipped
 
 CHECK_NAME = "kubernetes"
@@ -52,7 +52,7 @@ class KubernetesNode:
         self._failed = CheckResult(CHECK_NAME, "failed", why, certain=True) if why else None
         return [self._failed or passed(CHECK_NAME, "no such taint or condition")]
 
-    def report(self, health: HealthSettings, verdict: HealthVerdict) -> None:
+    def write_condition(self, health: HealthSettings, verdict: HealthVerdict) -> None:
         """Write the condition, if it is not what the node has."""
         before, self._before = self._before, verdict.state
         if health.kubernetes != "report" or not self._found:
@@ -99,7 +99,7 @@ def wanted_condition_status(verdict: HealthVerdict, before: str, present: str) -
     """
     if verdict.state == "healthy":
         return "False"
-    if verdict.why == NOT_CHECKED_YET:
+    if verdict.why == NOT_CHECKED_YET_REASON:
         return None
     own = set(verdict.failing_checks) - {CHECK_NAME}
     if own or (verdict.state == "quarantined" and (before == "healthy" or present == "True")):

@@ -175,7 +175,7 @@ class HealthMonitor:
         self._report(health_verdict(history, now))  # as of then: a cool-off may be over when a busy thread gets here
 
     def _report(self, change: HealthVerdict) -> None:
-        self._checks.report(change)
+        self._checks.report_to_kubernetes(change)
         if (change.state, change.why) != (self._posted.state, self._posted.why):
             self._post(change)
             self._posted = change

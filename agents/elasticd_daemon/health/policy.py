@@ -20,7 +20,7 @@ from elasticd_daemon.health.result import CheckResult
 STREAK_RESET_S = 86400.0
 """After so long without failures the next cool-off is a short one again."""
 JOB_FAILURE_WINDOW_S = 3600.0
-NOT_CHECKED_YET = "its health has not been checked yet"
+NOT_CHECKED_YET_REASON = "its health has not been checked yet"
 _MAX_REASON_CHARS = 300
 
 
@@ -91,7 +91,7 @@ def health_verdict(history: HealthHistory, now: float) -> HealthVerdict:
     if now < history.quarantined_until:
         return HealthVerdict("quarantined", history.why, history.quarantined_until - now)
     if not history.fit_since_boot:
-        return HealthVerdict("unhealthy", NOT_CHECKED_YET)
+        return HealthVerdict("unhealthy", NOT_CHECKED_YET_REASON)
     shared = history.failing_directory_checks
     return HealthVerdict("healthy", _sentence(shared), unusable_directories=tuple(check.directory for check in shared))
 

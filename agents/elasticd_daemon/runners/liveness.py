@@ -129,7 +129,7 @@ def is_locked(path: Path, *, or_shared: bool = False) -> bool:
 
 def has_processes(files: JobFiles) -> bool:
     """True while a process of the run has one of its locks, or if that cannot be determined."""
-    return is_locked(files.lock) or is_locked(files.keeper)
+    return is_locked(files.lock) or is_locked(files.keeper_lock)
 
 
 def lock_owner(path: Path) -> ProcessIdentity | None:

@@ -104,12 +104,12 @@ def job(argv: Sequence[str]) -> int:
 def redirect_output_to_log(files: JobFiles) -> None:
     """Our output is the agent's until now; the log is opened as the job's user, whose folder may hold any link."""
     with contextlib.suppress(OSError):
-        if files.output.stat().st_size > MAX_LOG_BYTES:
-            os.rename(files.output, files.output.with_suffix(".log.1"))
+        if files.runner_log.stat().st_size > MAX_LOG_BYTES:
+            os.rename(files.runner_log, files.runner_log.with_suffix(".log.1"))
     try:
-        fd = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        fd = open_plain(files.runner_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError as error:
-        _print(f"{files.output}: {error.strerror}; the job runs without this log")
+        _print(f"{files.runner_log}: {error.strerror}; the job runs without this log")
         fd = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(fd, stream)

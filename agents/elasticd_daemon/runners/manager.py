@@ -188,7 +188,7 @@ class RunnerManager:
                 continue
             runner = ManagedRunner(spec, files)
             if liveness.has_processes(files):
-                runner.keeper = liveness.lock_owner(files.keeper)
+                runner.keeper = liveness.lock_owner(files.keeper_lock)
                 self._runners[runner.key] = runner
                 self._open_pidfd(runner)
                 who = f"pid {runner.process.pid}" if runner.process is not None else "pid unknown yet"
@@ -275,12 +275,12 @@ class RunnerManager:
 
     def _make_folder(self, spec: RunnerSpec, account: Account | None) -> JobFiles:
         files = job_files(self._state, spec.job, spec.number)
-        for folder in (files.root, files.record):
+        for folder in (files.root, files.agent_folder):
             folder.parent.mkdir(mode=0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-        files.ended.touch(0o600)  # now, because a full disk may have no room for it later
-        os.utime(files.ended, (0, 0))
+        files.end_mark.touch(0o600)  # now, because a full disk may have no room for it later
+        os.utime(files.end_mark, (0, 0))
         if account is not None and account.uid != os.geteuid():
             for above in (self._state, files.root.parent):
                 above.chmod(0o711)  # its user can reach its own folder, and list no other
@@ -383,7 +383,7 @@ class RunnerManager:
             runner.remnants_deadline = now + REMNANT_GRACE_S
             holders, complete = self._lock_holders(runner)
             left = {process for process in runner.process_tree if process.alive} | set(holders)
-            is_empty = not left and complete and not liveness.is_locked(runner.files.keeper)
+            is_empty = not left and complete and not liveness.is_locked(runner.files.keeper_lock)
             runner.empty_scans = runner.empty_scans + 1 if is_empty else 0
             if runner.empty_scans >= EMPTY_SCANS_NEEDED:
                 self._log(f"job {runner.spec.job}: no process of its user has its lock any more; its slots are free")

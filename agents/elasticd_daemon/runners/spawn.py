@@ -82,7 +82,7 @@ def spawn(
     command = elasticd_command()
     try:
         if as_user:
-            if (keeper := liveness.take_lock(files.keeper)) is None:
+            if (keeper := liveness.take_lock(files.keeper_lock)) is None:
                 raise UsageError(f"{files.root}: processes of an earlier start are left")
             fds.append(keeper)
         if code is not None:
@@ -99,7 +99,7 @@ def spawn(
             start_new_session=True,
         )
         if as_user:
-            liveness.write_owner(files.keeper, child.pid)
+            liveness.write_owner(files.keeper_lock, child.pid)
         return child
     finally:
         for fd in fds[1:]:

@@ -231,7 +231,7 @@ def _write_submission(store: Store, before: Versioned | None, submission: Submis
     try:
         return store.compare_and_swap(key, None if before is None else before.version, value)
     except StoreUnavailable as error:
-        if _exists(store, key, value):  # no other submission has this number
+        if _has_value(store, key, value):  # no other submission has this number
             return True
         raise StoreUnavailable(
             f"{error}; whether job {submission.job!r} was submitted is not known: `elasticd jobs` shows it once the "
@@ -239,7 +239,7 @@ def _write_submission(store: Store, before: Versioned | None, submission: Submis
         ) from error
 
 
-def _exists(store: Store, key: str, value: bytes) -> bool:
+def _has_value(store: Store, key: str, value: bytes) -> bool:
     try:
         entry = store.read(key)
     except StoreUnavailable:

@@ -30,11 +30,11 @@ from elasticd_daemon.config.job_file import job_directories
 from elasticd_daemon.health.result import EVERY_JOBS_DIRECTORY
 from elasticd_daemon.records import ClusterView, Cordon, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
-BEHIND_OTHERS = "pending behind other jobs"
+BEHIND_OTHERS_REASON = "pending behind other jobs"
 """The reason of every job behind the head of the queue. It names no job: each start would rewrite it for the whole
 queue.
 """
-BLOCKS_NOBODY = "it blocks no other job"
+BLOCKS_NOBODY_PHRASE = "it blocks no other job"
 MAX_QUARANTINED_SHARE = 0.2
 """The share of the nodes that are emptied at once because the same check fails; one always may be."""
 
@@ -53,14 +53,15 @@ def schedule(view: ClusterView) -> tuple[Placement, ...]:
 
 def describe_reason(reason: str, head: Submission | None) -> str:
     """A placement's reason for people: with the name of the job that blocks the queue."""
-    if head is None or not reason.endswith(BEHIND_OTHERS):
+    if head is None or not reason.endswith(BEHIND_OTHERS_REASON):
         return reason
-    return f"{reason.removesuffix(BEHIND_OTHERS)}pending behind {head.job}, which is next and {_describe_request(head)}"
+    changes = reason.removesuffix(BEHIND_OTHERS_REASON)
+    return f"{changes}pending behind {head.job}, which is next and {_describe_request(head)}"
 
 
 def head_of_queue(view: ClusterView) -> Submission | None:
     """The pending job that blocks those behind it; None if no job is blocked."""
-    return _head(_unfinished_with_placements(view))
+    return _blocking_job(_unfinished_with_placements(view))
 
 
 def queue(view: ClusterView) -> tuple[Submission | None, tuple[Submission, ...]]:
@@ -68,7 +69,7 @@ def queue(view: ClusterView) -> tuple[Submission | None, tuple[Submission, ...]]
     ends. A queue of ten thousand jobs is put in order for each view of the dashboard.
     """
     unfinished = _unfinished_with_placements(view)
-    head = _head(unfinished)
+    head = _blocking_job(unfinished)
     jobs = []
     for submission, placement in unfinished:
         assignments = {a.node: a for a in placement.assignments} if placement is not None else {}
@@ -81,11 +82,11 @@ def _unfinished_with_placements(view: ClusterView) -> list[tuple[Submission, Pla
     return [(submission, written.get((submission.job, submission.number))) for submission in view.unfinished()]
 
 
-def _head(unfinished: list[tuple[Submission, Placement | None]]) -> Submission | None:
+def _blocking_job(unfinished: list[tuple[Submission, Placement | None]]) -> Submission | None:
     for submission, placement in unfinished:
         if placement is None or placement.assignments:
             continue
-        if not placement.reason.endswith((BEHIND_OTHERS, BLOCKS_NOBODY)):
+        if not placement.reason.endswith((BEHIND_OTHERS_REASON, BLOCKS_NOBODY_PHRASE)):
             return submission
     return None
 
@@ -213,7 +214,7 @@ class _Job:
     @property
     def slot_demand(self) -> int:
         """The slots in use, or needed to start; none of a job that cannot start."""
-        if self.pending_reason.endswith(BLOCKS_NOBODY):
+        if self.pending_reason.endswith(BLOCKS_NOBODY_PHRASE):
             return 0
         if self.assignments:
             return sum(len(assignment.slots) for assignment in self.assignments.values())
@@ -353,12 +354,12 @@ def _start_pending(turns: Iterable[_Job], nodes: dict[str, _Node]) -> None:
         if not blocked and _assign_nodes(job, nodes):
             continue
         if not _feasible(job, nodes):
-            job.pending_reason = f"pending: {_infeasible_reason(job, nodes)}; {BLOCKS_NOBODY}"
+            job.pending_reason = f"pending: {_infeasible_reason(job, nodes)}; {BLOCKS_NOBODY_PHRASE}"
         elif not blocked:
             job.pending_reason = f"pending: {_describe_request(job.submission)}; {_shortage(job, nodes)}"
             blocked = True
         else:
-            job.pending_reason = BEHIND_OTHERS
+            job.pending_reason = BEHIND_OTHERS_REASON
 
 
 def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:

@@ -245,13 +245,13 @@ def _stamp_end(files: JobFiles, now: float) -> float:
     """The time of the end, by a file that only the agent can write: a job's user could date its own into the future.
     Raises
     OSError."""
-    if not files.ended.exists():
-        files.record.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files.ended.touch(0o600)
-        os.utime(files.ended, (0, 0))
-    if not 0 < files.ended.stat().st_mtime <= now:  # not seen before, or the clock was corrected: it counts from now
-        os.utime(files.ended, (now, now))
-    return files.ended.stat().st_mtime
+    if not files.end_mark.exists():
+        files.agent_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files.end_mark.touch(0o600)
+        os.utime(files.end_mark, (0, 0))
+    if not 0 < files.end_mark.stat().st_mtime <= now:  # not seen before, or the clock was corrected: it counts from now
+        os.utime(files.end_mark, (now, now))
+    return files.end_mark.stat().st_mtime
 
 
 def _remove_folder(path: Path, why: str) -> str:
@@ -264,5 +264,5 @@ def _remove_folder(path: Path, why: str) -> str:
         trouble = str(error)
     if path.exists():
         return f"the files of {path.name} ({why}) cannot all be removed: {trouble}"
-    shutil.rmtree(JobFiles(path).record, ignore_errors=True)
+    shutil.rmtree(JobFiles(path).agent_folder, ignore_errors=True)
     return f"the files of {path.name} were removed: {why}"

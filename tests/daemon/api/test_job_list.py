@@ -19,12 +19,12 @@ from elasticd_daemon.records import (
     SlotAssignment,
     Submission,
 )
-from elasticd_daemon.scheduler.policy import BEHIND_OTHERS
+from elasticd_daemon.scheduler.policy import BEHIND_OTHERS_REASON
 
 NOW = 1_800_000_000.0
 ON_TWO = (SlotAssignment("n1", (0, 1)), SlotAssignment("n2", (0,)))
 jobs, numbers = st.sampled_from(["a", "b", "c"]), st.sampled_from([1, 1, 1, 2])
-reasons = st.sampled_from([BEHIND_OTHERS, "pending: needs a node", '"unknown":{}, "place":null}'])
+reasons = st.sampled_from([BEHIND_OTHERS_REASON, "pending: needs a node", '"unknown":{}, "place":null}'])
 
 
 def some(kind: type, *values: Any, **more: Any) -> st.SearchStrategy[tuple[Any, ...]]:

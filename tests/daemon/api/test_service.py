@@ -31,7 +31,7 @@ from elasticd_daemon.api.service import Conflict, JobService
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.records import JobResult, NodeStatus, RoundSummary, RunnerStatus
 from elasticd_daemon.scheduler.job_queue import read_view
-from elasticd_daemon.scheduler.policy import BEHIND_OTHERS
+from elasticd_daemon.scheduler.policy import BEHIND_OTHERS_REASON
 from tests.daemon.served import JOB, Outage, Served
 from tests.etcd import Authority
 
@@ -104,7 +104,7 @@ def test_job_from_submission_to_end(serve: Serve) -> None:
     assert "not scheduled yet" in row["reason"]
     one.place("llama", 1, reason="n1 is drained; pending: needs 1 node with 1 free slot; n1 is drained")
     assert one.submit("late") == 2
-    one.place("late", 2, reason=BEHIND_OTHERS)
+    one.place("late", 2, reason=BEHIND_OTHERS_REASON)
     reasons = {row["job"]: row["reason"] for row in api.get("/v1/jobs").document()["jobs"]}
     assert reasons["llama"] == "n1 is drained; pending: needs 1 node with 1 free slot; n1 is drained"
     assert reasons["late"] == "pending behind llama, which is next and needs 1 node with 1 free slot"
@@ -323,7 +323,7 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
     one.log(1, 0, "stdout", "old\n")
     one.log(2, 0, "stdout", "0123456789")
     one.log(2, 1, "stderr", "trouble\n")
-    one.files().output.write_text("round 2: …\n")
+    one.files().runner_log.write_text("round 2: …\n")
     api = one.unix()
 
     def piece(**query: Any) -> tuple[bytes, int]:
@@ -361,7 +361,7 @@ def test_path_tricks_are_not_a_rank_round_or_stream(serve: Serve, query: str) ->
     one = serve()
     one.submit()
     one.log(1, 0, "stdout", "hello\n")
-    one.files().record.mkdir(parents=True)
+    one.files().agent_folder.mkdir(parents=True)
     one.files().runner_spec.write_text("password")
     assert one.unix().request("GET", f"/v1/jobs/llama/logs?{query}").code == 400
     assert one.unix().request("GET", f"/v1/local/jobs/llama/logs?number=1&{query}").code == 400
@@ -410,7 +410,7 @@ def test_links_and_pipes_are_never_read(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "n1-elsewhere" / "rank-0" / "stdout.log").write_text("secret")
     (one.files().logs / "round-3").symlink_to(tmp_path / "n1-elsewhere")
     assert answer(round=3) == 404, "a link to a directory"
-    one.files().output.symlink_to(secret)
+    one.files().runner_log.symlink_to(secret)
     assert answer("elasticd") == 404
     one.files().events.symlink_to(secret)
     assert b"secret" not in api.get("/v1/jobs/llama").body

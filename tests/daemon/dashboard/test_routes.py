@@ -35,7 +35,7 @@ from elasticd_daemon.dashboard.login import COOKIE_NAME, LoginCookies
 from elasticd_daemon.dashboard.routes import DashboardRoutes, ResponseCache
 from elasticd_daemon.records import JobResult, Placement, RunnerStatus, Submission
 from elasticd_daemon.scheduler import job_queue
-from elasticd_daemon.scheduler.policy import BEHIND_OTHERS
+from elasticd_daemon.scheduler.policy import BEHIND_OTHERS_REASON
 from tests.daemon.dashboard.conftest import NOW, Serve
 from tests.daemon.dashboard.hostile_texts import WICKED, read
 from tests.daemon.served import TOKEN, Served
@@ -436,7 +436,7 @@ def test_two_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
 
     def submitted(n: int) -> None:
         job = Submission(f"j{n}", n, '{"command": ["x.py"]}', 1, 1, 1, 1, submitted_by=f"user-{n % 50}")
-        records = [(names.SUBMISSIONS, job), (names.PLACEMENTS, Placement(job.job, n, (), BEHIND_OTHERS))]
+        records = [(names.SUBMISSIONS, job), (names.PLACEMENTS, Placement(job.job, n, (), BEHIND_OTHERS_REASON))]
         if n % 2:
             records.append((names.RESULTS, JobResult(job.job, n, "succeeded", 0, "ended", NOW - n, ("n1",))))
         for key, record in records:

@@ -14,7 +14,7 @@ from elasticd_daemon.health.checks import NodeChecks
 from elasticd_daemon.health.kubernetes_node import CHECK_NAME, CONDITION_TYPE, KubernetesNode, wanted_condition_status
 from elasticd_daemon.health.monitor import HealthMonitor
 from elasticd_daemon.health.persistence import HealthFile
-from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
+from elasticd_daemon.health.policy import NOT_CHECKED_YET_REASON, HealthVerdict
 from tests.daemon.health.conftest import until
 from tests.daemon.kubernetes_api import Api, serving
 
@@ -87,7 +87,7 @@ def test_condition_is_written_when_it_changes(api: Api) -> None:
     node = KubernetesNode("gpu-7")
     for verdict in (HEALTHY, HEALTHY, XID, XID, HEALTHY):
         node.check(REPORT)
-        node.report(REPORT, verdict)
+        node.write_condition(REPORT, verdict)
     written = [patch["status"]["conditions"][0] for patch in api.patches]
     assert [(one["status"], one["message"]) for one in written] == [
         ("False", "elasticd gives this node work"), ("True", "gpu xid: 79"), ("False", "elasticd gives this node work"),
@@ -100,7 +100,7 @@ def test_another_reason_is_no_transition(api: Api) -> None:
     node = KubernetesNode("gpu-7")
     for why in ("gpu xid: 79", "gpu ecc: 2 errors"):
         node.check(REPORT)
-        node.report(REPORT, HealthVerdict("unhealthy", why, failing_checks=("gpu",)))
+        node.write_condition(REPORT, HealthVerdict("unhealthy", why, failing_checks=("gpu",)))
     assert ["lastTransitionTime" in patch["status"]["conditions"][0] for patch in api.patches] == [True, False]
     assert api.condition(CONDITION_TYPE)["message"] == "gpu ecc: 2 errors"
 
@@ -108,7 +108,7 @@ def test_another_reason_is_no_transition(api: Api) -> None:
 def test_nothing_is_written_where_it_is_only_read(api: Api) -> None:
     node = KubernetesNode("gpu-7")
     node.check(READ)
-    node.report(READ, XID)
+    node.write_condition(READ, XID)
     assert api.patches == []
 
 
@@ -117,7 +117,7 @@ def test_condition_that_may_not_be_written_is_reported_once(api: Api, caplog: py
     node = KubernetesNode("gpu-7")
     for _ in range(3):
         node.check(REPORT)
-        node.report(REPORT, XID)
+        node.write_condition(REPORT, XID)
     assert [record.message for record in caplog.records if "403" in record.message] != []
     assert len(caplog.records) == 1
 
@@ -137,7 +137,7 @@ OF_OTHERS = HealthVerdict("unhealthy", "kubernetes: GpuMemWatch", failing_checks
         (QUARANTINED, "unhealthy", "True", "True"),  # after one of our own
         (QUARANTINED, "healthy", "False", "True"),  # jobs failed because of it
         (QUARANTINED, "", "True", "True"),  # the agent was replaced
-        (HealthVerdict("unhealthy", NOT_CHECKED_YET), "", "True", None),
+        (HealthVerdict("unhealthy", NOT_CHECKED_YET_REASON), "", "True", None),
     ],
 )
 def test_condition_has_what_elasticd_found_itself(

@@ -48,7 +48,7 @@ class ScriptedCheckSuite:
     def update(self, settings: NodeSettings) -> None:
         self.settings = settings
 
-    def report(self, verdict: HealthVerdict) -> None:
+    def report_to_kubernetes(self, verdict: HealthVerdict) -> None:
         pass
 
     def all_reduce(self) -> CheckResult:

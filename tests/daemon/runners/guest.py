@@ -56,7 +56,7 @@ def main(work: Path) -> dict[str, object]:
             "reason": ended.reason,
             "taken": int(taken.read_text()) if taken.exists() else 0,
             "group": group_file.read_text() if group_file.exists() else "",
-            "log": node.files(name, number).output.read_text()[-1500:],
+            "log": node.files(name, number).runner_log.read_text()[-1500:],
         }
     result["agent"] = Path(f"/proc/{node.pid}/cgroup").read_text().strip()
     node.until(lambda: not list(group.parent.glob("job.*")), "the groups of ended jobs to be removed")

@@ -31,7 +31,7 @@ from tests.daemon.node import until
 def made(state: Path, job: str, number: int = 1) -> JobFiles:
     files = job_files(state, job, number)
     files.root.mkdir(parents=True)
-    files.record.mkdir(parents=True)
+    files.agent_folder.mkdir(parents=True)
     return files
 
 
@@ -49,7 +49,7 @@ def test_no_write_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     files = made(tmp_path, "j")
-    (files.record / ".runner-spec.json.new").symlink_to(precious)
+    (files.agent_folder / ".runner-spec.json.new").symlink_to(precious)
     replace_file(files.runner_spec, b"{}")
     assert precious.read_text() == "mine"
     assert files.runner_spec.read_bytes() == b"{}"
@@ -299,7 +299,7 @@ def test_jobs_user_cannot_touch_what_the_agent_relies_on(open_state: Path) -> No
     fd = alive.take_lock(files.lock)
     assert fd is not None
     done = subprocess.run(
-        [PYTHON, "-c", TRIES, str(files.record), str(files.root), str(fd)],
+        [PYTHON, "-c", TRIES, str(files.agent_folder), str(files.root), str(fd)],
         pass_fds=[fd], user=65534, group=65534, extra_groups=[], capture_output=True, text=True,
     )  # fmt: skip
     os.close(fd)
@@ -347,7 +347,7 @@ def test_runner_log_is_opened_as_the_jobs_user(open_state: Path, link: Callable[
     files = theirs(open_state)
     secret = open_state / "secret"
     replace_file(secret, b"a secret")
-    link(secret, files.output)
+    link(secret, files.runner_log)
     if link is os.link:
         secret.unlink()
     program = (
@@ -358,4 +358,4 @@ def test_runner_log_is_opened_as_the_jobs_user(open_state: Path, link: Callable[
     done = subprocess.run([sys.executable, "-c", program, str(files.root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "the job runs without this log" in done.stderr
-    assert files.output.read_bytes() == b"a secret" and files.output.stat().st_uid == 0
+    assert files.runner_log.read_bytes() == b"a secret" and files.runner_log.stat().st_uid == 0

@@ -79,7 +79,7 @@ def test_only_the_runner_answers(stack: ExitStack, tmp_path: Path) -> None:
     """Another process of the job's user, whose folder it is, may listen where the runner should."""
     files = folder(tmp_path, "evil")
     stack.enter_context(closing(ControlServer(files.runtime / SOCKET_NAME, lambda _: None)))
-    files.record.mkdir(parents=True)
+    files.agent_folder.mkdir(parents=True)
     lock = liveness.take_lock(files.lock)
     assert lock is not None
     stack.callback(os.close, lock)

@@ -33,7 +33,7 @@ SOMEBODY = pwd.getpwnam("nobody")
 def somebodys_folders(state: Path, number: int = 1) -> JobFiles:
     """Of a run whose spec has no command."""
     files = job_files(state, "job", number)
-    for folder in (files.root, files.record):
+    for folder in (files.root, files.agent_folder):
         folder.mkdir(parents=True)
     os.chown(files.root, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
     replace_file(files.runner_spec, RunnerSpec("job", number, "n1", (0,), "{}").to_json())
@@ -271,7 +271,7 @@ def test_jobs_user_cannot_read_secrets_as_the_runner_starts(open_place: Path, mo
                     files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets("a-secret-word")
                 )
             assert runner.wait(30) != 0, "its spec has no command"
-            assert files.output.stat().st_uid == SOMEBODY.pw_uid, "it has read its secrets, and became that user"
+            assert files.runner_log.stat().st_uid == SOMEBODY.pw_uid, "it has read its secrets, and became that user"
     finally:
         attack.kill()
         found, _ = attack.communicate()
@@ -296,7 +296,7 @@ def test_jobs_user_runs_no_code_in_the_runner(open_place: Path, monkeypatch: pyt
     assert (open_place / "ran").exists(), "an interpreter with that home runs them"
     (open_place / "ran").unlink()
     files = job_files(open_place, "job", 1)
-    for folder in (files.root, files.record):
+    for folder in (files.root, files.agent_folder):
         folder.mkdir(parents=True)
     replace_file(files.runner_spec, RunnerSpec("job", 1, "n1", (0,), "{}").to_json())
     account = spawning.Account("nobody", SOMEBODY.pw_uid, SOMEBODY.pw_gid, home, "/bin/sh")
@@ -334,7 +334,7 @@ def test_missing_capability_is_named(open_place: Path, capability: str) -> None:
         timeout=30,
     )
     assert done.stdout.startswith("UsageError this agent may not become user 'nobody'"), done.stderr
-    assert not job_files(open_place, "job", 1).output.exists()
+    assert not job_files(open_place, "job", 1).runner_log.exists()
 
 
 def test_secrets_pass_through_memory() -> None:

@@ -25,8 +25,8 @@ from elasticd_daemon.records import (
     Submission,
 )
 from elasticd_daemon.scheduler.policy import (
-    BEHIND_OTHERS,
-    BLOCKS_NOBODY,
+    BEHIND_OTHERS_REASON,
+    BLOCKS_NOBODY_PHRASE,
     describe_reason,
     head_of_queue,
     jobs_refused_everywhere,
@@ -220,7 +220,7 @@ def test_pending_jobs_start_in_order(view: ClusterView) -> None:
             assert waits, f"{wants.job} overtook somebody"
         held_up = held_up or (waits and len(fit) >= wants.min_nodes)
         if waits:
-            assert (BLOCKS_NOBODY in words(then, wants.job)) == (len(fit) < wants.min_nodes)
+            assert (BLOCKS_NOBODY_PHRASE in words(then, wants.job)) == (len(fit) < wants.min_nodes)
 
 
 @settings(max_examples=150, deadline=None)
@@ -333,7 +333,7 @@ def test_job_that_every_node_refused_is_named_with_their_reasons() -> None:
     one = after(first)
     (node,) = one.nodes
     then = after(replace(one, nodes=(replace(node, runners=(refused,)),)))
-    assert words(then, "a").endswith(f"the only node cannot run it: n1 refused it: no script; {BLOCKS_NOBODY}")
+    assert words(then, "a").endswith(f"the only node cannot run it: n1 refused it: no script; {BLOCKS_NOBODY_PHRASE}")
     assert words(then, "b") == "runs on n1 (slots 0-3)"
     assert jobs_refused_everywhere(then) == {("a", 1): "n1 refused it: no script"}
     assert jobs_refused_everywhere(replace(then, cordons=(Cordon("n1", False, "repair"),))) == {}
@@ -372,8 +372,11 @@ def test_start_of_the_head_rewrites_only_the_next() -> None:
         )
     )
     head = head_of_queue(waiting)
-    assert (head.job, words(waiting, "j200")) == ("j1", BEHIND_OTHERS)
-    assert describe_reason(BEHIND_OTHERS, head) == "pending behind j1, which is next and needs 1 node with 4 free slots"
+    assert (head.job, words(waiting, "j200")) == ("j1", BEHIND_OTHERS_REASON)
+    assert (
+        describe_reason(BEHIND_OTHERS_REASON, head)
+        == "pending behind j1, which is next and needs 1 node with 4 free slots"
+    )
     free = replace(waiting, nodes=(NodeStatus("n1", "i", 4),))
     assert [p.job for p in schedule(free)] == ["j1", "j2"]
     assert head_of_queue(after(free)) == free.submissions[1]

@@ -284,11 +284,11 @@ def folder(state: Path, name: str, age_s: float, *, now: float = 1e9) -> Path:
     files = job_dir.JobFiles(state / "jobs" / name)
     files.logs.mkdir(parents=True)
     (files.logs / "rank-0.log").write_text("hello")
-    files.record.mkdir(parents=True)
+    files.agent_folder.mkdir(parents=True)
     files.runner_spec.write_text("{}")
     files.lock.write_text("1")
-    files.ended.touch()
-    os.utime(files.ended, (now - age_s, now - age_s))
+    files.end_mark.touch()
+    os.utime(files.end_mark, (now - age_s, now - age_s))
     return files.root
 
 
