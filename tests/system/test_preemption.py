@@ -119,8 +119,9 @@ def test_quiet_service_has_no_notice(
     assert all(headers.get(name.lower()) == value for _, headers in asked[1:])
 
 
-def test_node_that_may_not_be_read_is_left_out(serve: Serve) -> None:
-    assert preemption.kubernetes_notice(serve({PODS: json.dumps(POD), NODES: "{}"})) == ""
+@pytest.mark.parametrize("answers", [{NODES: "{}"}, {}], ids=["refused", "gone"])
+def test_node_that_cannot_be_read_is_left_out(serve: Serve, answers: Mapping[str, str]) -> None:
+    assert preemption.kubernetes_notice(serve({PODS: json.dumps(POD), **answers})) == ""
 
 
 def test_service_that_is_away_is_reported_once(serve: Serve) -> None:

@@ -150,7 +150,7 @@ class _Target:
     term: int
     serve: bool = False
     listener: socket.socket | None = None  #: to serve on
-    keep_own_server: bool = False  #: a store that was hosted here before goes on
+    keep_own_server: bool = False  #: a store that was hosted here before continues
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ def kubernetes_notice(base: str) -> str:
     if told["metadata"].get("deletionTimestamp"):
         return f"Kubernetes deletes pod {pod}"
     name, node = told["spec"].get("nodeName", ""), {}
-    with suppress(urllib.error.HTTPError):  # this account may not read nodes
+    with suppress(urllib.error.HTTPError, ValueError):  # this account may not read nodes, or there is no such node now
         node = kubernetes_api.get(base, f"/api/v1/nodes/{name}")
     taint = kubernetes_api.find_taint(node, PREEMPTION_TAINTS)
     return f"node {name} has the taint {taint}" if taint else ""
