@@ -70,7 +70,7 @@ class PauseController:
         return bool(self._open_request & ALL_STAY_FLAG)
 
     def wait(self, step: int, saved: bool, stop_reason: Callable[[], str]) -> tuple[Action, str]:
-        """Wait until the pause is over; what all ranks do next, and why. `stop`: why they should stop, or ""."""
+        """Wait until the pause is over; what all ranks do next, and why. `stop_reason`: why they should stop, or ""."""
         if not saved:
             return "continue", self._refuse(step, "its checkpoint could not be saved")
         self.events.write("paused", f"paused at step {step} for the next round, up to {self.timeout_s:g} s", step)

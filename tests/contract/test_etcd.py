@@ -133,14 +133,14 @@ def test_watch_after_a_broken_stream(etcd: EtcdServers, opened: Open, until: Unt
 def interrupted(store: EtcdStore, meanwhile: Callable[[], object]) -> list[int]:
     """Call `meanwhile` just before a watch begins to follow. Returns the calls."""
     connection, follows = store.connection(), list[int]()
-    follow = connection.follow
+    follow = connection.open_watch_stream
 
     def interrupt() -> WatchStream:
         follows.append(1)
         meanwhile()
         return follow()
 
-    connection.follow = interrupt  # type: ignore[method-assign]
+    connection.open_watch_stream = interrupt  # type: ignore[method-assign]
     return follows
 
 

@@ -94,7 +94,7 @@ def test_all_ranks_get_same_decisions_and_old_are_deleted() -> None:
         decisions = DecisionPoints(ranks[rank], wish if rank == 0 else not_asked, max_stored=50)
         found = []
         for step in itertools.count(1):
-            if verdict := decisions.at(step):
+            if verdict := decisions.decide_at(step):
                 found.append(verdict)
                 if verdict.action == "stop":
                     break
@@ -111,7 +111,7 @@ def test_old_decisions_are_deleted() -> None:
     shared = store()
     decisions = DecisionPoints(StoreChannel(0, 2, shared, "a", 5), lambda: ("continue", ""), max_stored=8)
     for step in range(1, 10_000):
-        decisions.at(step)
+        decisions.decide_at(step)
     assert shared.num_keys() <= 10
 
 
@@ -119,7 +119,7 @@ def test_invalid_decision_is_refused() -> None:
     first, second = channels(2)
     first.put("decision/1", b'{"step": 1}')
     with pytest.raises(WireError, match="step 1"):
-        DecisionPoints(second, lambda: ("continue", "")).at(1)
+        DecisionPoints(second, lambda: ("continue", "")).decide_at(1)
 
 
 def test_wait_ends_at_deadline_and_names_missing_rank() -> None:

@@ -170,14 +170,14 @@ def test_request_has_one_answer_until_it_changes(tmp_path: Path) -> None:
     assert agent.kinds() == ["cannot_pause"]
     agent.request(PAUSE | 1 << 8)
     assert agent.pauses.take_request(4, can_pause=True)
-    assert agent.pauses.wait(4, saved=True, stop=not_stopped)[0] == "continue"
+    assert agent.pauses.wait(4, saved=True, stop_reason=not_stopped)[0] == "continue"
     assert not agent.pauses.take_request(5, can_pause=True)
     assert agent.kinds() == ["can_pause", "paused", "pause_ended"]
     agent.request(0)
     assert not agent.pauses.take_request(6, can_pause=True)
     agent.request(PAUSE | 1 << 8)
     assert agent.pauses.take_request(7, can_pause=True)
-    assert agent.pauses.wait(7, saved=False, stop=not_stopped)[0] == "continue"
+    assert agent.pauses.wait(7, saved=False, stop_reason=not_stopped)[0] == "continue"
     assert not agent.pauses.take_request(8, can_pause=True)
     assert agent.kinds() == ["cannot_pause"]
 
@@ -187,7 +187,7 @@ def test_withdrawn_pause_may_be_requested_again(tmp_path: Path) -> None:
     agent.request(PAUSE)
     assert agent.pauses.take_request(1, can_pause=True)
     agent.request(0)
-    assert agent.pauses.wait(1, saved=True, stop=not_stopped) == (
+    assert agent.pauses.wait(1, saved=True, stop_reason=not_stopped) == (
         *("continue", "the pause at step 1 is over: the agent withdrew its request"),
     )
     agent.request(PAUSE)

@@ -579,7 +579,9 @@ def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:
 
 def test_submissions_at_several_agents_are_limited(serve: Serve) -> None:
     one = serve(store=SlowWrites())
-    services = [replace(one.service, limit=lambda: 4, check=lambda _: met.wait(60)) for _ in range(6)]
+    services = [
+        replace(one.service, max_jobs_per_submitter=lambda: 4, check_job=lambda _: met.wait(60)) for _ in range(6)
+    ]
     met = threading.Barrier(len(services))  # none counts before all have come
 
     def submit(service: JobService) -> str:
