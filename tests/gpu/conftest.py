@@ -15,7 +15,7 @@ from typing import Protocol
 import pytest
 
 from elasticd_agent.system.python_packages import installed_version
-from elasticd_agent.workers.environment import FR_BY_HOOK
+from elasticd_agent.workers.environment import FR_HOOKS_IN_TORCH
 from tests.faults.job import Fault, Job
 from tests.gpu.machine import missing
 
@@ -58,7 +58,7 @@ def nccl2(request: pytest.FixtureRequest, device: str) -> bool:
 @pytest.fixture
 def recorder(nccl2: bool) -> None:
     """torch 2.14 records nothing of nccl2."""
-    if nccl2 and torch_version() < FR_BY_HOOK:
+    if nccl2 and torch_version() < FR_HOOKS_IN_TORCH:
         pytest.skip("this torch has no recorder of nccl2")
 
 

@@ -20,7 +20,7 @@ import pytest
 from elasticd.heartbeat.recorders import UNKNOWN_COUNTS
 from elasticd_agent.hangs.recordings import parse
 from elasticd_agent.system.python_packages import installed_version
-from elasticd_agent.workers.environment import FR_BUFFER, FR_BY_HOOK, flight_recorder, nccl_environment
+from elasticd_agent.workers.environment import FR_BUFFER_VARIABLES, FR_HOOKS_IN_TORCH, nccl_dump_paths, nccl_environment
 from elasticd_agent.workers.launcher import requests
 from tests.gpu.machine import FAKES, LIMIT_S, calls, look, make_gpu_machine
 
@@ -176,7 +176,7 @@ def test_parked_worker_shares_the_templates_memory(python: str, machine: dict[st
 def test_dump_through_the_pipe(python: str, tmp_path: Path, gil: str) -> None:
     """Of an empty recording, which names no frames: that does not need the GIL. Others may delay one."""
     env = nccl_environment({}, tmp_path, installed_version("torch", python, {})) | {"TORCH_DIST_USE_NCCL2": "0"}
-    pipe, dump = flight_recorder(env, 0) or (None, None)
+    pipe, dump = nccl_dump_paths(env, 0) or (None, None)
     assert pipe is not None
     with start_groups(python, tmp_path, env, ONE_GROUP, gil) as process:
         assert process.stdout.readline() == "ready\n"
@@ -213,7 +213,7 @@ def test_nccl_groups_and_variables(
     """
     env = nccl_environment({}, tmp_path, version if known else None)
     env |= {"TORCH_DIST_USE_NCCL2": str(int(kind == "nccl2"))}
-    pipe, _ = flight_recorder(env, 0) or (None, None)
+    pipe, _ = nccl_dump_paths(env, 0) or (None, None)
     assert pipe is not None
     with start_groups(python, tmp_path, env, GROUPS, kind) as process:
         assert process.stderr is not None
@@ -236,7 +236,7 @@ def test_nccl_groups_and_variables(
                 os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
             assert time.monotonic() - began < 5
         else:
-            hooked = version >= FR_BY_HOOK
+            hooked = version >= FR_HOOKS_IN_TORCH
             assert found["uids"] == [None] * 3
             assert {counts[1:] for counts in map(tuple, found["twice"])} == {(0, 0) if hooked else UNKNOWN_COUNTS}
             assert recorder["recorder"] == ("nccl2" if hooked else "gloo")
@@ -244,7 +244,7 @@ def test_nccl_groups_and_variables(
             assert not threads
             assert not pipe.exists()
         _, said = process.communicate("", timeout=LIMIT_S)
-    assert (f"{FR_BUFFER[1]} is deprecated" in said) == (not known)
+    assert (f"{FR_BUFFER_VARIABLES[1]} is deprecated" in said) == (not known)
     assert "deprecated" not in said or not known
 
 
@@ -263,7 +263,7 @@ def recorded_by_gloo(recorder: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_recording_of_a_hook(python: str, tmp_path: Path, version: tuple[int, int]) -> None:
     """By torch's own backend without a device, which does not report the end of a collective: that is unknown."""
-    if version < FR_BY_HOOK:
+    if version < FR_HOOKS_IN_TORCH:
         pytest.skip(f"torch {version} attaches no hooks")
     with start_groups(python, tmp_path, {}, HOOK) as process:
         said, errors = process.communicate(timeout=LIMIT_S)

@@ -9,7 +9,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
 from elasticd_agent.rendezvous.plan import plan
 from elasticd_agent.rendezvous.view import PresentNode, Requirements, View, Wait
-from elasticd_agent.workers.events import NewcomerEnded, ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import NewcomerEnded, ProcessUnkillable, UnkillableProcessEnded
 
 NOW = 1000.0
 ROUND = Round(3, (Member("a", "i", (0, 1)), Member("b", "i", (0, 1))), restarts=1)
@@ -27,11 +27,11 @@ def test_a_slot_is_out_of_use_until_everything_on_it_has_ended() -> None:
     )
     slots.handle(stuck(71, 1))  # a child of the same worker
     assert slots.usable == (0, 2)
-    assert slots.handle(ProcessReaped(70)) == "process 70 of round 3 has ended", "the child is still there"
+    assert slots.handle(UnkillableProcessEnded(70)) == "process 70 of round 3 has ended", "the child is still there"
     assert slots.usable == (0, 2)
-    assert slots.handle(ProcessReaped(71)) == "process 71 of round 3 has ended; slot 1 can be used again"
+    assert slots.handle(UnkillableProcessEnded(71)) == "process 71 of round 3 has ended; slot 1 can be used again"
     assert (slots.usable, slots.unusable_reason) == ((0, 1, 2), "")
-    assert slots.handle(ProcessReaped(71)) is None, "said once"
+    assert slots.handle(UnkillableProcessEnded(71)) is None, "said once"
 
 
 def test_unkillable_process_without_a_slot() -> None:
@@ -52,7 +52,7 @@ def test_a_node_with_too_few_left_announces_none() -> None:
         "slot 0 of b is in use by process 70, which does not die (state D in rpc_wait_bit_killable); "
         "slot 2 of b is in use by process 71, which does not die (state D in rpc_wait_bit_killable)"
     )
-    slots.handle(ProcessReaped(70))
+    slots.handle(UnkillableProcessEnded(70))
     assert slots.usable == (0, 1)
 
 
@@ -64,13 +64,13 @@ def test_a_round_waits_for_its_slot_unless_it_is_over() -> None:
     assert slots.take_unblocked() is None
     assert not slots.remember_if_blocked(replace(ROUND, members=(Member("b", "i", (0,)),)))
     assert slots.remember_if_blocked(ROUND)
-    slots.handle(ProcessReaped(70))
+    slots.handle(UnkillableProcessEnded(70))
     assert slots.take_unblocked() == ROUND
     assert slots.take_unblocked() is None, "once"
     slots.handle(stuck(72, 1))
     assert slots.remember_if_blocked(ROUND)
     slots.forget_blocked(ROUND.number)
-    slots.handle(ProcessReaped(72))
+    slots.handle(UnkillableProcessEnded(72))
     assert slots.take_unblocked() is None
 
 
@@ -166,7 +166,7 @@ def test_slot_starts_until_its_process_is_ready() -> None:
     slots.mark_ready([1])
     assert slots.starting == (2,)
     slots.handle(stuck(70, 2))
-    slots.handle(ProcessReaped(70))
+    slots.handle(UnkillableProcessEnded(70))
     assert slots.starting == (), "no process was released for it meanwhile"
 
 

@@ -69,7 +69,7 @@ from elasticd_agent.rendezvous.probe import Address, ProbeAlive, ProbeAnswer, Pr
 from elasticd_agent.rendezvous.takeover import TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.workers.manager import ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.manager import ProcessUnkillable, UnkillableProcessEnded
 from tests.scenarios.hanging import FakeEvidence, observation
 from tests.scenarios.node import Node, Partition
 from tests.scenarios.waystore import Killed, NodeStore
@@ -252,7 +252,7 @@ class Cluster:
         node = self.nodes[label]
         freed, node.unkillable = sorted(node.unkillable), set()
         for slot in freed:
-            self._slot(node, ProcessReaped(100 + slot))
+            self._slot(node, UnkillableProcessEnded(100 + slot))
 
     def cut(self, label: str, *, store: bool = False, peers: bool = False, peer: str | None = None) -> None:
         away = self.nodes[label].partition
@@ -601,7 +601,7 @@ class Cluster:
         places = node.group.assignments() if node.group is not None else ()
         return [(rank, slot) for rank, name, _, slot in places if name == node.name and slot in node.unkillable]
 
-    def _slot(self, node: Node, news: ProcessUnkillable | ProcessReaped) -> None:
+    def _slot(self, node: Node, news: ProcessUnkillable | UnkillableProcessEnded) -> None:
         self.tell(node.label, node.slots.handle(news) or "")
         if (round := node.slots.take_unblocked()) is not None:
             node.blocked = 0

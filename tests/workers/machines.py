@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd_agent.workers.numa_binding import cpu_list
+from elasticd_agent.workers.numa_binding import parse_cpu_list
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Machine:
 
     @property
     def online(self) -> set[int]:
-        return {cpu for cpus in self.nodes.values() for cpu in cpu_list(cpus)}
+        return {cpu for cpus in self.nodes.values() for cpu in parse_cpu_list(cpus)}
 
     def write(self, system: Path) -> Path:
         def file(name: str, text: str) -> None:
@@ -30,8 +30,8 @@ class Machine:
         file("devices/system/node/possible", f"0-{max(self.nodes)}")
         for node, cpus in self.nodes.items():
             file(f"devices/system/node/node{node}/cpulist", cpus)
-        sockets = {cpu: number for number, cpus in enumerate(self.sockets) for cpu in cpu_list(cpus)}
-        shared = {cpu: cpus for cpus in self.caches or () for cpu in cpu_list(cpus)}
+        sockets = {cpu: number for number, cpus in enumerate(self.sockets) for cpu in parse_cpu_list(cpus)}
+        shared = {cpu: cpus for cpus in self.caches or () for cpu in parse_cpu_list(cpus)}
         for cpu in self.online:
             place, core = f"devices/system/cpu/cpu{cpu}", cpu % self.cores
             threads = [str(thread) for thread in (core, core + self.cores) if thread in self.online]

@@ -32,7 +32,7 @@ from elasticd_agent.workers.gpu_memory import (
     NvmlGpuMemory,
     open_gpu_memory,
 )
-from elasticd_agent.workers.groups import Keep
+from elasticd_agent.workers.groups import KeepRequest
 from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
@@ -100,13 +100,13 @@ def answer_of(inbox: Inbox) -> MemoryChecked:
 
 def checked(inbox: Inbox) -> MemoryChecked:
     """The last answer."""
-    while (answer := answer_of(inbox)).busy:
+    while (answer := answer_of(inbox)).busy_gpus:
         pass
     return answer
 
 
 def busy(inbox: Inbox) -> tuple[str, ...]:
-    return answer_of(inbox).busy
+    return answer_of(inbox).busy_gpus
 
 
 def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for memory in (without_gpus, open_gpu_memory(("0", "1"), inbox.put)):
         memory.track({1: ""})
-        assert not memory.check(except_pids=())
+        assert not memory.start_check(except_pids=())
         memory.close()
         assert type(memory) is GpuMemory
 
@@ -123,13 +123,13 @@ def test_wait_until_memory_is_free(nvml: Nvml, inbox: Inbox) -> None:
     nvml.set_memory([70], [71, 72])
     memory = open_gpu_memory(("0", "1"), inbox.put)
     memory.track({70: "0", 71: "1"})
-    assert memory.check(except_pids=())
+    assert memory.start_check(except_pids=())
     assert busy(inbox) == ("0", "1")
     nvml.set_memory([], [71, 72])
     assert busy(inbox) == ("1",)
     nvml.set_memory([], [72])  # somebody else's
     answer = answer_of(inbox)
-    assert (answer.holders, answer.trouble, answer.busy) == ((), "", ())
+    assert (answer.holders, answer.trouble, answer.busy_gpus) == ((), "", ())
     memory.close()
 
 
@@ -138,11 +138,11 @@ def test_holders_after_the_deadline(nvml: Nvml, inbox: Inbox, opened: Open) -> N
     memory = opened(0.3)
     memory.track({70: "", 71: ""})
     memory.track({72: ""})
-    assert memory.check(except_pids=(71,))
+    assert memory.start_check(except_pids=(71,))
     answer = checked(inbox)
     assert (answer.holders, answer.trouble) == (((70, 2),), "")
     assert answer.seconds >= 0.3
-    assert not memory.check(except_pids=()), "nobody is waited for twice"
+    assert not memory.start_check(except_pids=()), "nobody is waited for twice"
 
 
 @pytest.mark.system  # a second without this process in the middle of it looks like memory that has settled
@@ -155,7 +155,7 @@ def test_memory_outlives_the_process_id(nvml: Nvml, inbox: Inbox, opened: Open) 
     for megabytes in range(9000, 500, -1000):  # it shrinks for longer than memory that stays is waited for
         nvml.set_memory([], [71], used=[megabytes, 500])
         if megabytes == 9000:
-            assert memory.check(except_pids=())
+            assert memory.start_check(except_pids=())
             assert busy(inbox) == ("",)
         time.sleep(0.3)
         assert inbox.empty(), megabytes
@@ -172,8 +172,8 @@ def test_other_gpus_are_not_looked_at(nvml: Nvml, inbox: Inbox, opened: Open) ->
     wait_for(lambda: nvml.queries() > 0, "look before the job")
     nvml.set_memory([70], [], used=[9000, 500])
     memory.track({70: "GPU-0001"})
-    memory.check(except_pids=())
-    assert answer_of(inbox).busy == ()
+    memory.start_check(except_pids=())
+    assert answer_of(inbox).busy_gpus == ()
     assert set((nvml.directory / "looks").read_text().split()) == {"1"}
 
 
@@ -183,7 +183,7 @@ def test_unknown_gpus_are_free_together(nvml: Nvml, inbox: Inbox, opened: Open, 
     nvml.set_memory([70], [], facts={"1": {"name": "Faster 200"}})
     memory = opened(PATIENCE_S, gpus=gpus)
     memory.track({70: ""})
-    memory.check(except_pids=())
+    memory.start_check(except_pids=())
     assert busy(inbox) == (gpus or ("",))
     nvml.set_memory([], [])
     assert busy(inbox) == ()
@@ -191,14 +191,14 @@ def test_unknown_gpus_are_free_together(nvml: Nvml, inbox: Inbox, opened: Open, 
 
 def test_process_on_several_gpus(nvml: Nvml, inbox: Inbox, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A context of each rank on GPU 0 is common: none starts before all are free."""
-    monkeypatch.setattr(gpu_memory, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(gpu_memory, "SAMPLE_INTERVAL_S", 0.1)
     nvml.set_memory([70, 71], [71])
     memory = opened(PATIENCE_S, gpus=("0", "1"))
     memory.track({70: "0", 71: "1"})
     looks = nvml.queries() + 6
     wait_for(lambda: nvml.queries() > looks, "sample")
     nvml.set_memory([70], [])
-    memory.check(except_pids=())
+    memory.start_check(except_pids=())
     assert busy(inbox) == ("0", "1")
     nvml.set_memory([], [])
     assert busy(inbox) == ()
@@ -209,7 +209,7 @@ def test_what_the_dead_held_is_waited_for(
     nvml: Nvml, inbox: Inbox, opened: Open, monkeypatch: pytest.MonkeyPatch, left: int, waits: bool
 ) -> None:
     """1 GB, also if it does not shrink for a while; more than that is somebody else's."""
-    monkeypatch.setattr(gpu_memory, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(gpu_memory, "SAMPLE_INTERVAL_S", 0.1)
     nvml.set_memory([], used=[500])
     memory = opened(PATIENCE_S, gpus=("0",))
     wait_for(lambda: nvml.queries() > 0, "look before the job")
@@ -218,7 +218,7 @@ def test_what_the_dead_held_is_waited_for(
     looks = nvml.queries() + 3
     wait_for(lambda: nvml.queries() > looks, "sample")
     nvml.set_memory([], used=[left])
-    memory.check(except_pids=())
+    memory.start_check(except_pids=())
     assert busy(inbox) == ("0",)
     if waits:
         with pytest.raises(queue.Empty):
@@ -233,7 +233,7 @@ def test_memory_that_stays_is_not_waited_for(nvml: Nvml, inbox: Inbox, opened: O
     memory = opened(PATIENCE_S)
     nvml.set_memory([], used=used)
     memory.track({70: ""})
-    memory.check(except_pids=())
+    memory.start_check(except_pids=())
     assert checked(inbox).seconds < PATIENCE_S
 
 
@@ -259,10 +259,10 @@ def test_nvml_process_that_cannot_start(
         gone.setattr(sys, "executable", "/no/such/python")
         memory = opened(0.1)
         memory.track({70: ""})
-        assert memory.check(except_pids=())
+        assert memory.start_check(except_pids=())
         assert "No such file" in checked(inbox).trouble
     memory.track({70: ""})
-    assert memory.check(except_pids=())
+    assert memory.start_check(except_pids=())
     assert checked(inbox).trouble == ""
 
 
@@ -281,14 +281,14 @@ def test_driver_that_is_broken_holds_nobody_up(
     nvml.set_memory([], broken=broken)
     memory = opened(wait_s, answer_s)
     memory.track({70: ""})
-    memory.check(except_pids=())
+    memory.start_check(except_pids=())
     answer = checked(inbox)
     assert re.fullmatch(trouble, answer.trouble)
     assert answer.seconds < PATIENCE_S
     if broken == "dies":
         nvml.set_memory([])
         memory.track({71: ""})
-        memory.check(except_pids=())
+        memory.start_check(except_pids=())
         assert checked(inbox).trouble == ""
 
 
@@ -397,7 +397,7 @@ def test_start_waits_for_free_memory(node: Node, nvml: Nvml) -> None:
     node.end(1)
     nvml.set_memory([first])
     node.start(2)
-    assert node.receive() == [MemoryChecked(1, (), ANY, busy=("",))]
+    assert node.receive() == [MemoryChecked(1, (), ANY, busy_gpus=("",))]
     looks = nvml.queries() + 3
     wait_for(lambda: nvml.queries() > looks, "look at the GPUs")
     assert node.inbox.empty()
@@ -414,7 +414,7 @@ def test_cancelled_start_while_waiting_for_memory(node: Node, nvml: Nvml) -> Non
     node.end(1)
     nvml.set_memory([first])
     node.start(2)
-    assert node.receive() == [MemoryChecked(1, (), ANY, busy=("",))]
+    assert node.receive() == [MemoryChecked(1, (), ANY, busy_gpus=("",))]
     assert node.workers.signal(2, signal.SIGKILL) == [GroupEnded(2)]
     node.start(3)
     assert node.inbox.empty()
@@ -425,7 +425,7 @@ def test_cancelled_start_while_waiting_for_memory(node: Node, nvml: Nvml) -> Non
     nvml.set_memory([third])
     node.start(4)
     node.workers.signal(4, signal.SIGKILL)
-    assert node.receive() == [MemoryChecked(2, (), ANY, busy=("",))]
+    assert node.receive() == [MemoryChecked(2, (), ANY, busy_gpus=("",))]
     nvml.set_memory([])
     assert node.receive() == [MemoryChecked(2, (), ANY)]
     node.start(5)
@@ -473,7 +473,7 @@ def test_kept_process_does_not_wait_for_its_own_memory(warm: Node, nvml: Nvml) -
         warm.workers.handle(message)
         entered |= {message.report.local_rank} if isinstance(message.report, messages.Entered) else set()
     nvml.set_memory([first.pids[0]], [first.pids[1]])
-    warm.workers.signal(1, signal.SIGKILL, keep=Keep((0,), PATIENCE_S))
+    warm.workers.signal(1, signal.SIGKILL, keep=KeepRequest((0,), PATIENCE_S))
     while GroupEnded(1, (0,)) not in warm.receive():
         pass
     warm.start(2, (0, 1))

@@ -18,7 +18,7 @@ from elasticd_agent.model.messages import GroupEnded, PeerLost, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.events import GroupStarted, LauncherReady, NewcomerEnded, NewcomerReady
-from elasticd_agent.workers.groups import Keep, KeptWorker
+from elasticd_agent.workers.groups import KeepRequest, KeptWorker
 from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.owner_client import OwnerLost
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
@@ -28,7 +28,7 @@ from tests.workers.test_manager import NO_STORE, Node, StartNode, node
 
 __all__ = ["node"]
 SCRIPT = Path(__file__).parent / "scripts" / "entering.py"
-ALL = Keep((0, 1, 2), 20.0, "rank 1 was killed")
+ALL = KeepRequest((0, 1, 2), 20.0, "rank 1 was killed")
 
 
 class Job:
@@ -72,7 +72,7 @@ class Job:
         os.kill(self.pids[rank], signal.SIGKILL)
         self.node.until(WorkerExited)
 
-    def end(self, keep: Keep = ALL, number: int = 1) -> GroupEnded:
+    def end(self, keep: KeepRequest = ALL, number: int = 1) -> GroupEnded:
         assert self.node.workers.signal(number, signal.SIGKILL, save=True, keep=keep) == []
         return self.node.until(GroupEnded)
 
@@ -80,7 +80,7 @@ class Job:
         """The pid of a newcomer, which waits for the file `come` before its entry."""
         spec = self.node.group(Round(9, (Member("a", "a", (slot,)),)))[0]
         self.node.workers.release_ahead({slot: replace(spec, env={**spec.env, "ELASTICD_NEWCOMER": "1"})})
-        assert self.node.workers.newcomers == {slot}
+        assert self.node.workers.newcomer_slots == {slot}
         self.node.report(messages.ReleasedAhead)
         wait_for(lambda: (self.work / "newcomer").exists() and (self.work / "newcomer").read_text(), "its start")
         return int((self.work / "newcomer").read_text())
@@ -135,7 +135,7 @@ def test_worker_whose_training_is_over_is_not_waited_for(job: StartJob) -> None:
     """It has said so before it was asked to leave, or the two messages crossed."""
     three = job(done=[0], **{"just done": [2]})
     three.node.report(messages.Left)
-    assert three.node.workers.slots_to_keep(1, ALL) == ([1, 2], [0])
+    assert three.node.workers.keepable_and_other_slots(1, ALL) == ([1, 2], [0])
     asked = time.monotonic()
     assert three.end() == GroupEnded(1, (1,))
     assert time.monotonic() - asked < ALL.park_s
@@ -169,7 +169,7 @@ def test_worker_that_has_lost_no_peer_is_told_so(job: StartJob) -> None:
 
 def test_late_worker_is_killed_and_replaced(job: StartJob) -> None:
     three = job(late=[1])
-    assert three.end(Keep((0, 1), 4.0, "a fault")) == GroupEnded(1, (0,))
+    assert three.end(KeepRequest((0, 1), 4.0, "a fault")) == GroupEnded(1, (0,))
     assert three.exits() == {1: "was killed by SIGKILL", 2: "was killed by SIGKILL"}
     (late,) = three.reported(messages.NotParked)
     assert late.ranks == [1] and late.seconds >= 4.0
@@ -192,7 +192,7 @@ def test_kill_without_grace_reaches_those_that_leave_and_those_that_have_left(jo
     three = job(late=[1])
     three.node.workers.signal(1, signal.SIGKILL, keep=ALL)
     wait_for((three.work / "why").exists, "the request to leave")
-    assert three.end(Keep()) == GroupEnded(1)
+    assert three.end(KeepRequest()) == GroupEnded(1)
     for pid in three.pids:
         wait_for(lambda pid=pid: is_gone(pid), "its end")  # type: ignore[misc]
 
@@ -288,7 +288,7 @@ def test_newcomer_waits_at_its_entry_for_a_round_with_its_slot(job: StartJob) ->
     three.start(3, 0, 2)
     (three.work / "come").touch()
     assert three.node.until(NewcomerReady) == NewcomerReady(1)
-    assert three.node.workers.newcomers == set()
+    assert three.node.workers.newcomer_slots == set()
     three.end(number=3)
     assert three.start(4, 0, 2).kept == (0, 1)
     three.end(number=4)
@@ -314,7 +314,7 @@ def test_newcomer_that_dies_is_reported(job: StartJob) -> None:
     three = job()
     os.kill(three.begin_ahead(3), signal.SIGTERM)
     assert three.node.until(NewcomerEnded) == NewcomerEnded(3, "was killed by SIGTERM before session.run")
-    assert three.node.workers.newcomers == set()
+    assert three.node.workers.newcomer_slots == set()
     three.end()
     assert three.start(2, 0, 1, 2).kept == (0, 1, 2)
 

@@ -20,7 +20,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.model.job import EntrypointMode, JobSpec, Streams
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_tail import LineFilter, LogTailer, TailedFile
-from elasticd_agent.workers.logs import LOCK, JobLogs, LogDirectory, WorkerFiles, highest_round
+from elasticd_agent.workers.logs import LOCK_FILE, JobLogs, LogDirectory, WorkerFiles, highest_round
 from tests.library.conftest import wait_for
 
 DEADLINE = 20.0
@@ -86,14 +86,14 @@ def run(files: WorkerFiles, script: str) -> int:
 def test_files_by_round_and_rank_private_and_shown_as_usual(tmp_path: Path, out: Sink, err: Sink) -> None:
     base = tmp_path / "with space ünd so"
     logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, print)
-    files = logs.worker(7, 1, 3)
+    files = logs.open_worker_files(7, 1, 3)
     assert run(files, r"echo hello; printf 'caf\351 \377'; echo oops >&2") == 0
     logs.group_ended(7)
     logs.close(DEADLINE)
     rank_dir = base / "round-7" / "rank-3"
     assert (rank_dir / "stdout.log").read_bytes() == b"hello\ncaf\xe9 \xff"
     assert (rank_dir / "stderr.log").read_bytes() == b"oops\n"
-    assert files.error == str(rank_dir / "error.json")
+    assert files.error_file == str(rank_dir / "error.json")
     for path in (base, base / "round-7", rank_dir, *rank_dir.iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
     assert out.outlet.flush(DEADLINE)
@@ -105,7 +105,7 @@ def test_files_by_round_and_rank_private_and_shown_as_usual(tmp_path: Path, out:
 def test_tee_prefixes_lines_as_torchrun_does(tmp_path: Path, out: Sink, err: Sink) -> None:
     logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print)
     for local_rank in range(2):
-        files = logs.worker(1, local_rank, local_rank)
+        files = logs.open_worker_files(1, local_rank, local_rank)
         assert files.stderr is None, "not asked for: inherited"
         assert run(files, r"echo a; echo; printf '\377\r\n'; printf ' 0%%\r50%%\rno end'") == 0
     logs.group_ended(1)
@@ -120,7 +120,7 @@ def test_lines_arrive_while_the_worker_runs(tmp_path: Path, out: Sink, err: Sink
     logs = JobLogs(
         spec(log_dir=tmp_path, tee=OUT, role="trainer"), tmp_path, out.outlet, err.outlet, print, "${rank}> "
     )
-    files = logs.worker(1, 0, 4)
+    files = logs.open_worker_files(1, 0, 4)
     assert files.stdout is not None
     with open(files.stdout, "ab", buffering=0) as file:
         file.write(b"half a l")
@@ -132,8 +132,8 @@ def test_lines_arrive_while_the_worker_runs(tmp_path: Path, out: Sink, err: Sink
 def test_filters_pick_lines_into_a_file_of_their_own(tmp_path: Path, out: Sink, err: Sink) -> None:
     wanted = spec(log_dir=tmp_path, tee=OUT, duplicate_stdout_filters=("apple", "ürange"))
     logs = JobLogs(wanted, tmp_path, out.outlet, err.outlet, print)
-    assert run(logs.worker(1, 0, 0), "echo an apple; echo a pear; echo ürange") == 0
-    assert run(logs.worker(1, 1, 1), "echo apples") == 0
+    assert run(logs.open_worker_files(1, 0, 0), "echo an apple; echo a pear; echo ürange") == 0
+    assert run(logs.open_worker_files(1, 1, 1), "echo apples") == 0
     logs.group_ended(1)
     logs.close(DEADLINE)
     picked = (tmp_path / "round-1" / "filtered_stdout.log").read_text().splitlines()
@@ -146,7 +146,7 @@ def test_restart_and_later_job_never_overwrite(tmp_path: Path, out: Sink, err: S
     for number in (1, 2):
         logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, print)
         assert logs.highest_round() == number - 1
-        assert run(logs.worker(number, 0, 0), f"echo run {number}") == 0
+        assert run(logs.open_worker_files(number, 0, 0), f"echo run {number}") == 0
         logs.close(DEADLINE)
     (base / "round-007").mkdir()
     (base / "round-x").mkdir()
@@ -158,7 +158,7 @@ def test_old_rounds_go_beyond_the_number_kept(tmp_path: Path, out: Sink, err: Si
     (tmp_path / "notes.txt").write_text("mine")
     logs = JobLogs(spec(log_dir=tmp_path), tmp_path, out.outlet, err.outlet, print, keep_rounds=3)
     for number in range(1, 13):
-        logs.worker(number, 0, 0)
+        logs.open_worker_files(number, 0, 0)
         logs.group_ended(number)
     logs.close(DEADLINE)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".elasticd.lock") == [
@@ -169,8 +169,8 @@ def test_old_rounds_go_beyond_the_number_kept(tmp_path: Path, out: Sink, err: Si
 def test_100_mb_are_shown_and_kept_bounded(tmp_path: Path, out: Sink, err: Sink) -> None:
     limit = 8 << 20
     logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print, limit=limit)
-    files = logs.worker(1, 0, 0)
-    rank_dir = Path(files.error).parent
+    files = logs.open_worker_files(1, 0, 0)
+    rank_dir = Path(files.error_file).parent
     # After each MB it waits until the file is within its bound: one that grew for ever would stop it.
     script = f"""
 import os, sys, time
@@ -195,7 +195,7 @@ def test_stopped_console_loses_no_lines(tmp_path: Path, out: Sink, err: Sink) ->
     limit = 1 << 20
     out.reading.clear()
     logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print, limit=limit)
-    files = logs.worker(1, 0, 0)
+    files = logs.open_worker_files(1, 0, 0)
     path = Path(files.stdout or "")
     lines = [b"%09d\n" % i for i in range(150_000)]
     with open(path, "ab", buffering=0) as file:
@@ -220,7 +220,7 @@ def test_a_console_that_went_away_changes_nothing_for_the_files(tmp_path: Path, 
     outlet = NonBlockingWriter(writer)
     os.close(writer)
     logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, outlet, err.outlet, print)
-    files = logs.worker(1, 0, 0)
+    files = logs.open_worker_files(1, 0, 0)
     assert run(files, "seq 1 200000") == 0
     logs.group_ended(1)
     logs.close(DEADLINE)
@@ -236,7 +236,7 @@ def test_the_last_round_is_shown_before_the_next(tmp_path: Path, out: Sink) -> N
         path = tmp_path / str(number)
         tail.follow(TailedFile(path, number, "x", out.outlet, b"%d:" % number))
         path.write_bytes(b"line\n" * 400_000)
-        tail.finish(number, within=DEADLINE)
+        tail.finish_round(number, within=DEADLINE)
     out.reading.set()
     assert tail.close(DEADLINE)
     assert out.outlet.flush(DEADLINE)
@@ -250,7 +250,9 @@ def test_file_that_grows_fast_after_truncation(tmp_path: Path, out: Sink) -> Non
     for letter in (b"a", b"b", b"c"):
         with open(path, "ab") as file:
             file.write(letter * 30_000 + b"\n")
-        wait_for(lambda: not followed.poll(show=True) and followed.done() and path.stat().st_size == 0, "the output")
+        wait_for(
+            lambda: not followed.poll(show=True) and followed.is_shown() and path.stat().st_size == 0, "the output"
+        )
     followed.close()
     wait_for(lambda: len(out.data) == 3 * 30_001, "the output")
 
@@ -264,7 +266,7 @@ def test_a_disk_that_is_full_keeps_the_bound_not_the_copy(tmp_path: Path, out: S
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        while followed.poll(show=True) or not followed.done():
+        while followed.poll(show=True) or not followed.is_shown():
             pass
         followed.poll(show=True)
     finally:
@@ -282,7 +284,7 @@ def test_a_filtered_file_is_bounded_too(tmp_path: Path, out: Sink) -> None:
         with open(tmp_path / "log", "ab") as file:
             file.write(b"x" * 9 + b"\n" + b"y\n" * 5000)
             file.write((b"x" * 9 + b"\n") * 5000)
-        wait_for(lambda: not followed.poll(show=True) and followed.done(), "the output")
+        wait_for(lambda: not followed.poll(show=True) and followed.is_shown(), "the output")
     followed.close()
     assert picked.path.stat().st_size <= 300_000
     assert picked.path.with_name("filtered.1").stat().st_size <= 300_000
@@ -294,14 +296,14 @@ def test_log_directory_that_fails_later(tmp_path: Path, out: Sink, err: Sink) ->
     base = tmp_path / "logs"
     logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, said.append)
     (base / "round-1").write_text("in the way")
-    assert logs.worker(1, 0, 0) == WorkerFiles(None, None, str(tmp_path / "round-1" / "error-0.json"))
+    assert logs.open_worker_files(1, 0, 0) == WorkerFiles(None, None, str(tmp_path / "round-1" / "error-0.json"))
     assert "rank 0's output goes to the console" in said[0]
     logs.close(DEADLINE)
 
 
 def test_without_files_only_the_error_file_is_set(tmp_path: Path, out: Sink, err: Sink) -> None:
     logs = JobLogs(spec(), tmp_path, out.outlet, err.outlet, print)
-    assert logs.worker(1, 0, 0) == WorkerFiles(None, None, str(tmp_path / "round-1" / "error-0.json"))
+    assert logs.open_worker_files(1, 0, 0) == WorkerFiles(None, None, str(tmp_path / "round-1" / "error-0.json"))
     assert logs.highest_round() == 0
     logs.group_ended(1)
     logs.close(DEADLINE)
@@ -311,7 +313,7 @@ def test_tee_without_a_log_dir(tmp_path: Path, out: Sink, err: Sink, monkeypatch
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said: list[str] = []
     logs = JobLogs(spec(tee=OUT), tmp_path, out.outlet, err.outlet, said.append)
-    files = logs.worker(1, 0, 0)
+    files = logs.open_worker_files(1, 0, 0)
     logs.close(DEADLINE)
     made = Path(files.stdout or "").parents[2]
     assert made.parent == tmp_path
@@ -358,5 +360,5 @@ def test_the_lock_is_not_inherited_by_workers(tmp_path: Path) -> None:
     directory = LogDirectory(tmp_path, "a", "r")
     for process, has_lock in (("self", False), (str(os.getpid()), True)):
         listing = subprocess.run(["ls", "-l", f"/proc/{process}/fd"], close_fds=False, stdout=subprocess.PIPE)
-        assert (LOCK.encode() in listing.stdout) is has_lock
+        assert (LOCK_FILE.encode() in listing.stdout) is has_lock
     directory.close()

@@ -25,7 +25,7 @@ from elasticd_agent.workers.launcher.messages import Parked, Refused, Report
 from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec, plan_preload, worker_base_environment
 from elasticd_agent.workers.manager import WorkerManager
-from elasticd_agent.workers.warm_launcher import PRELOAD_DEADLINE_S, START_WAIT_S
+from elasticd_agent.workers.warm_launcher import MODULE_IMPORT_TIMEOUT_S, TEMPLATE_WAIT_S
 from tests.library.conftest import wait_for
 
 SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
@@ -231,7 +231,7 @@ def test_a_request_reaches_the_rank_it_is_meant_for_and_a_stop_stands(node: Star
 
     def asked(word: int, only: int | None = None, round: int = 1) -> list[int]:
         for each in nodes:
-            each.workers.request(round, word, only)
+            each.workers.request_stop_or_pause(round, word, only)
         return [request(path) for each in nodes for path in sorted(each.directory.glob("1-*/beat"))]
 
     assert asked(beat.PAUSE, only=0) == [beat.PAUSE, 0, 0]
@@ -271,21 +271,21 @@ def slow(node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     script.write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = node("a", entrypoint=script, preload=Preload(("slow",), ("slow",)))
-    found.wait(lambda: found.workers.preloading == "slow" or None, "import of slow")
+    found.wait(lambda: found.workers.preloading_module == "slow" or None, "import of slow")
     return found
 
 
 def test_round_starts_cold_while_a_preload_takes_long(slow: Node, tmp_path: Path) -> None:
     """The template keeps coming: a later round is warm."""
     slow.start(a_round(1, a=1), NO_STORE)
-    slow.workers.tick(time.monotonic() + START_WAIT_S - 1)
+    slow.workers.tick(time.monotonic() + TEMPLATE_WAIT_S - 1)
     assert not slow.received
-    slow.workers.tick(time.monotonic() + START_WAIT_S)
+    slow.workers.tick(time.monotonic() + TEMPLATE_WAIT_S)
     assert not slow.until(GroupStarted).warm
     finished(slow)
-    assert not slow.workers.settled
+    assert not slow.workers.start_mode_is_known
     (tmp_path / "go").touch()
-    slow.wait(lambda: slow.workers.settled or None, "the template")
+    slow.wait(lambda: slow.workers.start_mode_is_known or None, "the template")
     slow.start(a_round(2, a=1), NO_STORE)
     assert slow.until(GroupStarted).warm
     finished(slow)
@@ -293,7 +293,7 @@ def test_round_starts_cold_while_a_preload_takes_long(slow: Node, tmp_path: Path
 
 def test_round_waits_no_longer_than_the_template_takes(slow: Node) -> None:
     """The wait counts from the template's start, so a restart later does not wait again."""
-    at = time.monotonic() + START_WAIT_S
+    at = time.monotonic() + TEMPLATE_WAIT_S
     slow.start(a_round(1, a=1), NO_STORE)
     slow.workers.tick(at)
     finished(slow)
@@ -301,6 +301,6 @@ def test_round_waits_no_longer_than_the_template_takes(slow: Node) -> None:
 
 def test_preload_that_hangs_is_left_out(slow: Node) -> None:
     slow.start(a_round(1, a=1), NO_STORE)
-    slow.workers.tick(time.monotonic() + PRELOAD_DEADLINE_S)
+    slow.workers.tick(time.monotonic() + MODULE_IMPORT_TIMEOUT_S)
     assert slow.until(GroupStarted).warm
     finished(slow)

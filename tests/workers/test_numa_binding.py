@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.workers.numa_binding import Binding, bind_slots, choose, read_topology, spread
+from elasticd_agent.workers.numa_binding import Binding, choose_cpus, plan_binding, read_topology, spread_over_nodes
 from tests.workers.machines import MACHINES, Machine
 
 MODES = ("node", "socket", "exclusive", "core-complex")
@@ -22,7 +22,7 @@ def bound(
 ) -> Binding:
     nodes: list[int | None] = [max(node, 0) for node in machine.gpus]
     topology = read_topology(system)
-    return choose(mode, topology, machine.online if allowed is None else allowed, nodes, slots or len(nodes))
+    return choose_cpus(mode, topology, machine.online if allowed is None else allowed, nodes, slots or len(nodes))
 
 
 @pytest.fixture(params=MACHINES)
@@ -94,7 +94,7 @@ def test_a_cpuset_that_is_smaller_than_the_node(tmp_path: Path) -> None:
 
 def test_what_leaves_slots_unbound(tmp_path: Path) -> None:
     topology = read_topology(MACHINES["DGX H100"].write(tmp_path))
-    cpus, says = choose("node", topology, set(range(56)), [0, 1, None], slots=4)
+    cpus, says = choose_cpus("node", topology, set(range(56)), [0, 1, None], slots=4)
     assert cpus == {0: tuple(range(56))}
     assert says[2:] == [
         "--numa-binding node leaves slot 1 unbound: this process may use no CPU of NUMA node 1",
@@ -106,9 +106,9 @@ def test_what_leaves_slots_unbound(tmp_path: Path) -> None:
 def test_slots_without_gpus_are_spread_over_the_nodes(tmp_path: Path) -> None:
     machine = MACHINES["GB200"]
     topology = read_topology(machine.write(tmp_path))
-    assert spread(topology, machine.online, 3) == [0, 0, 1], "the nodes without CPUs have none"
-    assert spread(topology, set(range(100, 104)), 2) == [1, 1]
-    assert spread(topology, set(), 2) == []
+    assert spread_over_nodes(topology, machine.online, 3) == [0, 0, 1], "the nodes without CPUs have none"
+    assert spread_over_nodes(topology, set(range(100, 104)), 2) == [1, 1]
+    assert spread_over_nodes(topology, set(), 2) == []
 
 
 def test_a_virtual_machine_without_caches(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_nvml_says_where_the_gpus_are(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "gpus.json").write_text(json.dumps({"gpus": [[], [], [], []], "broken": "", **nvml}))
 
     told()
-    cpus, says = bind_slots("node", 2, ("3", "GPU-0000"), system)
+    cpus, says = plan_binding("node", 2, ("3", "GPU-0000"), system)
     assert cpus == {0: (16, 17, 18, 19, 20, 21, 24, 25, 26, 27, 28, 29), 1: tuple(range(16))}, says
     told(facts={"3": {"name": "another model"}})
     for gpus, broken, why in (
@@ -136,13 +136,13 @@ def test_nvml_says_where_the_gpus_are(tmp_path: Path, monkeypatch: pytest.Monkey
         (("GPU-0000",), "init", "Driver Not Loaded"),
     ):
         told(broken=broken, facts={"3": {"name": "another model"}})
-        cpus, says = bind_slots("node", 1, gpus, system)
+        cpus, says = plan_binding("node", 1, gpus, system)
         assert not cpus
         assert says[0].startswith("--numa-binding node has no effect: the places of the GPUs are not known: ")
         assert why in says[0]
 
 
 def test_a_machine_without_a_topology(tmp_path: Path) -> None:
-    cpus, (sentence,) = bind_slots("node", 2, (), tmp_path)
+    cpus, (sentence,) = plan_binding("node", 2, (), tmp_path)
     assert not cpus
     assert sentence.startswith(f"--numa-binding node has no effect: {tmp_path} does not say which CPUs")

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from elasticd_agent.model.job import EntrypointMode, JobSpec, Streams
-from elasticd_agent.workers.logs import STREAM_NAMES, OutputTarget, is_told_apart, keeps_files, line_prefix, plan_stream
+from elasticd_agent.workers.logs import (
+    STREAM_NAMES,
+    OutputTarget,
+    keeps_files,
+    line_prefix,
+    plan_stream,
+    shows_all_ranks_apart,
+)
 
 WORKERS = 2
 CHOICES: list[Mapping[int, Streams]] = [
@@ -99,4 +106,4 @@ def test_prefixes_are_torchruns() -> None:
     ],
 )
 def test_stderr_on_the_console_can_be_told_apart(given: dict[str, Any], expected: bool) -> None:
-    assert is_told_apart(replace(spec(), **{"max_workers": 1, **given}), Streams.ERR) is expected
+    assert shows_all_ranks_apart(replace(spec(), **{"max_workers": 1, **given}), Streams.ERR) is expected

@@ -17,7 +17,7 @@ from elasticd_agent.model.messages import (
 )
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
-from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessUnkillable, UnkillableProcessEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StopStarted:
 class SlotChanged:
     """A process that survives SIGKILL has taken a slot out of use, or has ended."""
 
-    cause: ProcessUnkillable | ProcessReaped
+    cause: ProcessUnkillable | UnkillableProcessEnded
     sentence: str
 
 

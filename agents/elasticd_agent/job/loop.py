@@ -69,14 +69,14 @@ from elasticd_agent.workers.events import (
     NewcomerLost,
     NewcomerReady,
     OwnerEvent,
-    ProcessReaped,
     ProcessUnkillable,
     StoreReady,
+    UnkillableProcessEnded,
     WorkersReleased,
 )
 from elasticd_agent.workers.file_timer import FileTimerExpired
 from elasticd_agent.workers.gpu_memory import MemoryChecked
-from elasticd_agent.workers.groups import Keep
+from elasticd_agent.workers.groups import KeepRequest
 from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
@@ -239,7 +239,7 @@ class JobLoop:
                     self._handle(event, now)
                 if self._slots.starting and not self.workers.can_release_ahead:
                     self._stop_starting_ahead("workers start cold")
-                if self._rules.multi_node and not self._launcher_settled and self.workers.settled:
+                if self._rules.multi_node and not self._launcher_settled and self.workers.start_mode_is_known:
                     self._launcher_settled = True
                     self._rendezvous.update_node_record(warm=1)
             case OwnerLost():
@@ -254,7 +254,7 @@ class JobLoop:
             case StoreReady(number, port):
                 if self._rules.multi_node:
                     self._rendezvous.report_master(number, self._address(), port)
-            case ProcessUnkillable() | ProcessReaped():
+            case ProcessUnkillable() | UnkillableProcessEnded():
                 self._on_slot_change(message, now)
             case GroupEntered(number):
                 self._entered = number
@@ -321,7 +321,7 @@ class JobLoop:
 
     def _signal_for_file_timer(self, timer: FileTimerExpired) -> None:
         """Send the process the signal that it asked for; if that ends a worker, its exit restarts the group."""
-        worker = self.workers.find_worker(timer.pid)
+        worker = self.workers.round_and_rank_of(timer.pid)
         who = f"round {worker[0]}: rank {worker[1]}" if worker is not None else "a process outside this job"
         what = f"{who} did not release its timer {timer.scope!r} in time ({timer.late_s:.1f} s late)"
         if worker is None or not timer.signum:
@@ -337,7 +337,7 @@ class JobLoop:
     def _request_pause(self, pause: messages.PauseRequested) -> None:
         # The number makes every round's request a new one.
         request = heartbeat.PAUSE | pause.number << 8 | heartbeat.ALL_STAY_FLAG * pause.all_stay
-        self.workers.request(pause.number, request if pause.on else 0, only=0)
+        self.workers.request_stop_or_pause(pause.number, request if pause.on else 0, only=0)
         if pause.on:  # the ranks wait from the end of a step on until this agent has seen it
             self._monitor.observe_eagerly(time.monotonic(), EAGER_LIMIT_S)
 
@@ -424,16 +424,16 @@ class JobLoop:
                 self._start_group(round)
             case messages.KillGroup(number, _, save):
                 self._saved_last = save
-                keep = self._monitor.workers_to_keep(action) if action.keep else Keep()
+                keep = self._monitor.workers_to_keep(action) if action.keep else KeepRequest()
                 self._mark_slots_starting(number, keep)
                 self._end_group(number, signal.SIGKILL, save=save, keep=keep)
             case messages.StopGroup(number, why, grace_s, name):
                 self._listener.log(why)
                 self._kill_at[number] = time.monotonic() + grace_s
-                self.workers.request(number, heartbeat.STOP)
+                self.workers.request_stop_or_pause(number, heartbeat.STOP)
                 # After SIGTERM a session saves a checkpoint. Ctrl-C and others end a rank at once, wherever it is. One
                 # that goes to the next round holds a state, and would answer SIGTERM only once all are there.
-                self._saved_last = name != "SIGTERM" or self.workers.meets(number)
+                self._saved_last = name != "SIGTERM" or self.workers.awaits_kept_workers(number)
                 self._end_group(number, signal.Signals[name], save=self._saved_last)
             case messages.ReportFailure(failure):
                 self._report_failure(failure)
@@ -443,7 +443,7 @@ class JobLoop:
                 if not soon:
                     self._listener.log(why)
                 self._rendezvous.update_node_record(leaving=why, leaving_code=code, leaving_soon=soon)
-                if soon and self.round is not None and self.workers.meets(self.round.number):
+                if soon and self.round is not None and self.workers.awaits_kept_workers(self.round.number):
                     # These cannot pause: what they hold is saved now, in what is left of the time.
                     self._events.appendleft(messages.TimerExpired(math.inf))
             case messages.SetTimer(at):
@@ -481,7 +481,7 @@ class JobLoop:
             for line in summary_lines(detector.last_verdict_dir, detector.last_verdict):
                 self._listener.log(line)
 
-    def _on_slot_change(self, cause: ProcessUnkillable | ProcessReaped, now: float) -> None:
+    def _on_slot_change(self, cause: ProcessUnkillable | UnkillableProcessEnded, now: float) -> None:
         """An unkillable process keeps its slot: this node announces the rest, and a Round that needs the slot waits."""
         sentence = self._slots.handle(cause)
         if sentence is not None:
@@ -500,7 +500,7 @@ class JobLoop:
     def _report_spares(self) -> None:
         slots = self._slots.spares(self.round) if self.round is not None else ()
         ready = tuple(slot for slot in slots if slot not in self._slots.starting)
-        spares = SparesChanged(ready, tuple(slot for slot in ready if slot in self.workers.ready_slots))
+        spares = SparesChanged(ready, tuple(slot for slot in ready if slot in self.workers.ready_newcomer_slots))
         if spares != self.spares:
             self.spares = spares
             self._listener.on(spares, time.monotonic())
@@ -509,12 +509,12 @@ class JobLoop:
         """The workers here keep their processes: those of spare slots come to their entry, too."""
         if self.round is not None and self.round.number == number and self.workers.can_release_ahead:
             quarantined = {q.slot for q in self.round.quarantined_slots if q.node == self.node and q.left_s}
-            if slots := set(self._slots.spares(self.round)) - quarantined - self.workers.ready_slots:
+            if slots := set(self._slots.spares(self.round)) - quarantined - self.workers.ready_newcomer_slots:
                 self._start_slots_ahead(self.round, slots)
 
-    def _mark_slots_starting(self, number: int, keep: Keep) -> None:
+    def _mark_slots_starting(self, number: int, keep: KeepRequest) -> None:
         """Before the failure is reported: the next Round need not wait for the workers that have to start anew."""
-        kept, others = self.workers.slots_to_keep(number, keep)
+        kept, others = self.workers.keepable_and_other_slots(number, keep)
         if not others:
             return
         if self.workers.can_release_ahead and (kept or self._rules.multi_node):
@@ -533,7 +533,7 @@ class JobLoop:
         if round is None or round.number != number or not self._may_release_ahead(round):
             return
         if self.workers.can_release_ahead:
-            self._slots.mark_starting(set(self._slots.usable) - self.workers.ready_slots)
+            self._slots.mark_starting(set(self._slots.usable) - self.workers.ready_newcomer_slots)
         self._announce_slots(ahead=number)
         self._release_ahead(round)
 
@@ -562,7 +562,7 @@ class JobLoop:
 
     def _release_ahead(self, round: Round) -> None:
         """Release the workers of slots that start and are in no round."""
-        slots = sorted(self._slots.to_start_ahead - self.workers.newcomers)
+        slots = sorted(self._slots.to_start_ahead - self.workers.newcomer_slots)
         if slots:
             try:
                 self.workers.release_ahead(self._prepare_ahead(round, slots, self._address()))
@@ -605,7 +605,9 @@ class JobLoop:
                 self._waiting_for_master = None
                 self.workers.start(round, workers, (self._master.address, self._master.port))
 
-    def _end_group(self, number: int, signum: signal.Signals, *, save: bool = False, keep: Keep | None = None) -> None:
+    def _end_group(
+        self, number: int, signum: signal.Signals, *, save: bool = False, keep: KeepRequest | None = None
+    ) -> None:
         self._monitor.on_ending()
         self._listener.on(GroupEnding(number), time.monotonic())
         self._events.extend(self.workers.signal(number, signum, save=save, keep=keep))

@@ -34,7 +34,7 @@ from elasticd_agent.model.records import Round
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.workers.events import GroupStarted, WorkersReleased
-from elasticd_agent.workers.groups import Keep
+from elasticd_agent.workers.groups import KeepRequest
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
 EAGER_INTERVAL_S = 0.02
@@ -156,20 +156,20 @@ class GroupMonitor:
         if self._prepared is not None:
             self._prepared.observer.worker_exited(rank)
 
-    def workers_to_keep(self, kill: KillGroup) -> Keep:
+    def workers_to_keep(self, kill: KillGroup) -> KeepRequest:
         """All whose script can enter another round, but none that hangs or is stopped.
 
         A round that was changed in place and fails before its first step may have failed for that.
         """
         seen = self.observation
         if seen is None or seen.round != kill.number:
-            return Keep()
+            return KeepRequest()
         if self._kept and self._stepped_round != kill.number:
             why = "it kept workers' processes, and has failed before its first step"
             self._listener.log(f"round {kill.number}: {why}: the next round has new processes")
-            return Keep()
+            return KeepRequest()
         fit = (at for at, rank in enumerate(seen.ranks) if rank.slot not in kill.hung_slots and rank.state != "T")
-        return Keep(tuple(fit), min(max(PARK_S, self._step_s), LONGEST_PARK_S), kill.why)
+        return KeepRequest(tuple(fit), min(max(PARK_S, self._step_s), LONGEST_PARK_S), kill.why)
 
     def on_ending(self) -> None:
         """While a group is ended, its silence is no sign of a hang."""

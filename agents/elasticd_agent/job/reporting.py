@@ -40,7 +40,7 @@ from elasticd_agent.telemetry import event_log, metrics
 from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole
 from elasticd_agent.telemetry.goodput import follows_fault, lost_nodes
 from elasticd_agent.telemetry.traces import traced
-from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs, is_told_apart
+from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs, shows_all_ranks_apart
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ class JobReporter:
             outcome = "left"  # without a terminal Round the job continues, here or elsewhere
         if self._failure is not None and self._failure.detail:
             text = "the traceback of the rank that failed first"
-            shown = is_told_apart(self.spec, Streams.ERR)
+            shown = shows_all_ranks_apart(self.spec, Streams.ERR)
             self.console.log(f"{text} is above" if shown else f"{text}:\n{self._failure.detail.rstrip()}", "error")
         job = self.spec.job_id
         what = f"{self.node} has left job {job}" if outcome == "left" else f"job {job} has {outcome}"

@@ -140,7 +140,7 @@ def _run(
         node,
         may_host=claimed.is_free,
         found_on_disk=(max(on_disk.highest_round, reporting.logs.highest_round()), on_disk.newest_checkpoint),
-        warm=running[0].settled,
+        warm=running[0].start_mode_is_known,
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
         post=inbox.put,
         log=reporting.reporter.log,
@@ -209,9 +209,9 @@ def _preemption_monitor(
 def _cpus_by_slot(spec: JobSpec, log: Callable[[str], None]) -> Mapping[int, tuple[int, ...]]:
     if spec.numa_binding is None:
         return {}
-    from elasticd_agent.workers.numa_binding import bind_slots  # few jobs use it
+    from elasticd_agent.workers.numa_binding import plan_binding  # few jobs use it
 
-    cpus, sentences = bind_slots(spec.numa_binding, spec.slots, visible_gpus(spec.base_environment(os.environ)))
+    cpus, sentences = plan_binding(spec.numa_binding, spec.slots, visible_gpus(spec.base_environment(os.environ)))
     for sentence in sentences:
         log(sentence)
     return cpus

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from elasticd_agent.model.records import Round
-from elasticd_agent.workers.events import NewcomerEnded, ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import NewcomerEnded, ProcessUnkillable, UnkillableProcessEnded
 
 MAX_FAILED_STARTS = 3
 """Processes in a row that may fail before their entry."""
@@ -45,7 +45,7 @@ class Slots:
         """Slots for which no more processes are started ahead."""
         self._starts_with_round = False
 
-    def handle(self, news: ProcessUnkillable | ProcessReaped) -> str | None:
+    def handle(self, news: ProcessUnkillable | UnkillableProcessEnded) -> str | None:
         """Returns the sentence to report, or None for the end of an unknown process."""
         if isinstance(news, ProcessUnkillable):
             self._unkillable[news.pid] = news

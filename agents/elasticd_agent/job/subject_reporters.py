@@ -32,7 +32,7 @@ from elasticd_agent.telemetry.console import Console, ProgressView
 from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_agent.telemetry.goodput import GoodputLedger, GoodputTracker, RecoveryTimer, StepRate
 from elasticd_agent.telemetry.metrics import Metrics
-from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessUnkillable, UnkillableProcessEnded
 from elasticd_agent.workers.launcher.messages import STORE_RANK
 
 
@@ -239,10 +239,10 @@ class WorkerReporter:
         job.write(events.GroupEndedEvent(round=number, mono=now, reason=reason, seconds=seconds, survivors=survivors))
         self._pids.clear()
 
-    def _report_slot(self, cause: ProcessUnkillable | ProcessReaped, sentence: str, now: float) -> None:
+    def _report_slot(self, cause: ProcessUnkillable | UnkillableProcessEnded, sentence: str, now: float) -> None:
         """Report a slot that is lost to an unkillable process, or that has come back since it was reaped at last."""
         job = self.job
-        if isinstance(cause, ProcessReaped):
+        if isinstance(cause, UnkillableProcessEnded):
             self._unkillable.pop(cause.pid, None)
             job.console.log(sentence)
             job.write(events.ProcessReapedEvent(round=job.round_number, mono=now, reason=sentence, pid=cause.pid))

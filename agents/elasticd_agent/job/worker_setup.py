@@ -25,7 +25,7 @@ from elasticd_agent.system.network.addresses import gloo_environment
 from elasticd_agent.system.python_packages import installed_version
 from elasticd_agent.workers.environment import (
     WorkerPaths,
-    flight_recorder,
+    nccl_dump_paths,
     nccl_environment,
     visible_devices,
     worker_environment,
@@ -128,12 +128,12 @@ class WorkerSetup:
         member = round.member(self._node)
         assert member is not None
         inherited = spec.base_environment(os.environ)
-        files = self._logs.worker(round.number, local_rank, rank)
+        files = self._logs.open_worker_files(round.number, local_rank, rank)
         paths = WorkerPaths(
             heartbeat=str(directory / f"heartbeat-{rank}"),
             events=str(directory / f"worker-events-{rank}.jsonl"),
-            error_file=files.error,
-            writer=str(self._runtime / SOCKET),
+            error_file=files.error_file,
+            writer_socket=str(self._runtime / SOCKET),
         )
         record.create(paths.heartbeat)
         env = worker_environment(round, self._node, local_rank, paths, spec, max_restarts, address)
@@ -144,7 +144,7 @@ class WorkerSetup:
         if spec.devices:
             only = local_rank if spec.virtual_local_rank else None
             env["CUDA_VISIBLE_DEVICES"] = visible_devices(member.slots, spec.devices, only)
-        pipe, dump = flight_recorder({**inherited, **env}, rank) or (None, None)
+        pipe, dump = nccl_dump_paths({**inherited, **env}, rank) or (None, None)
         target = EvidenceTarget(
             rank,
             0,

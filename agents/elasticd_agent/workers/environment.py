@@ -15,23 +15,23 @@ from pathlib import Path
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.records import Round
 
-FR_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-FR_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+FR_BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+FR_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """The new and the old name of one setting."""
-FR_RENAMED = (2, 8)
+FR_RENAMED_IN_TORCH = (2, 8)
 """The first torch with the new names: it warns of the old ones, and older ones know nothing else."""
-FR_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-FR_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-FR_BY_HOOK = (2, 15)
+FR_PIPE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+FR_ON_TIMEOUT_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+FR_HOOKS_IN_TORCH = (2, 15)
 """The first torch whose hooks, which record other backends than NCCL and gloo, warn of that name. There it is on."""
 NCCL_DEFAULTS = {
-    FR_ON_TIMEOUT: "1",
+    FR_ON_TIMEOUT_VARIABLE: "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600",
     "TORCH_NCCL_COORD_CHECK_MILSEC": "250",
 }
 """docs/nccl.md explains each of them."""
-FR_ENTRIES = "2000"
+FR_BUFFER_ENTRIES = "2000"
 """The newest torch's default; older ones record nothing by default."""
 
 
@@ -40,7 +40,7 @@ class WorkerPaths:
     heartbeat: str
     events: str
     error_file: str
-    writer: str  #: the socket of the process that writes checkpoints
+    writer_socket: str  #: the socket of the process that writes checkpoints
 
 
 def worker_environment(
@@ -81,7 +81,7 @@ def worker_environment(
         "ELASTICD_RUN": spec.run,
         "ELASTICD_HEARTBEAT": paths.heartbeat,
         "ELASTICD_WORKER_EVENTS": paths.events,
-        "ELASTICD_WRITER": f"{local_rank}/{len(ranks)}:{paths.writer}",
+        "ELASTICD_WRITER": f"{local_rank}/{len(ranks)}:{paths.writer_socket}",
     }
     if spec.checkpoint_dir is not None:
         env["ELASTICD_CHECKPOINT_DIR"] = spec.checkpoint_dir
@@ -104,17 +104,20 @@ def nccl_environment(given: Mapping[str, str], directory: Path, torch: tuple[int
     `given` is the user's environment, which takes precedence, under either name of a setting with two. `torch` is the
     workers' version; None: unknown, and both names are set.
     """
-    known = slice(None) if torch is None else slice(1) if torch >= FR_RENAMED else slice(1, None)
-    settings = {FR_PIPE: str(directory / "nccl-pipe-"), **NCCL_DEFAULTS}
-    if torch is not None and torch >= FR_BY_HOOK:
-        del settings[FR_ON_TIMEOUT]
-    for names, value in ((FR_BUFFER, FR_ENTRIES), (FR_FILE, str(directory / "nccl-flight-"))):
+    known = slice(None) if torch is None else slice(1) if torch >= FR_RENAMED_IN_TORCH else slice(1, None)
+    settings = {FR_PIPE_VARIABLE: str(directory / "nccl-pipe-"), **NCCL_DEFAULTS}
+    if torch is not None and torch >= FR_HOOKS_IN_TORCH:
+        del settings[FR_ON_TIMEOUT_VARIABLE]
+    for names, value in (
+        (FR_BUFFER_VARIABLES, FR_BUFFER_ENTRIES),
+        (FR_FILE_VARIABLES, str(directory / "nccl-flight-")),
+    ):
         value_set = next((given[name] for name in names if name in given), value)
         settings |= dict.fromkeys(names[known], value_set)
     return {name: value for name, value in settings.items() if name not in given}
 
 
-RAS_PORT = 28028
+DEFAULT_RAS_PORT = 28028
 """NCCL's default."""
 
 
@@ -122,15 +125,15 @@ def ras_port(env: Mapping[str, str]) -> int:
     """The port at which NCCL's RAS answers on the loopback; 0: it does not, or only elsewhere."""
     if env.get("NCCL_RAS_ENABLE", "1").strip() == "0":
         return 0
-    host, _, port = env.get("NCCL_RAS_ADDR", f"localhost:{RAS_PORT}").rpartition(":")
+    host, _, port = env.get("NCCL_RAS_ADDR", f"localhost:{DEFAULT_RAS_PORT}").rpartition(":")
     local = host.strip("[]") in ("localhost", "127.0.0.1", "::1")
     return int(port) if local and re.fullmatch(r"\d{1,5}", port) and int(port) < 1 << 16 else 0
 
 
-def flight_recorder(env: Mapping[str, str], rank: int) -> tuple[Path, Path] | None:
+def nccl_dump_paths(env: Mapping[str, str], rank: int) -> tuple[Path, Path] | None:
     """The pipe that triggers a dump by `rank` (write anything), and the file it writes; None without a recorder."""
-    pipe, file = env.get(FR_PIPE, ""), next((env[name] for name in FR_FILE if name in env), "")
-    entries = next((env[name] for name in FR_BUFFER if name in env), "0")
+    pipe, file = env.get(FR_PIPE_VARIABLE, ""), next((env[name] for name in FR_FILE_VARIABLES if name in env), "")
+    entries = next((env[name] for name in FR_BUFFER_VARIABLES if name in env), "0")
     if not pipe or not file or not entries.isdigit() or int(entries) == 0:
         return None
     return Path(f"{pipe}{rank}.pipe"), Path(f"{file}{rank}")

@@ -97,13 +97,13 @@ class NewcomerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessReaped:
+class UnkillableProcessEnded:
     """An unkillable process has ended."""
 
     pid: int
 
 
 OwnerEvent = (
-    Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped
+    Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | UnkillableProcessEnded
     | GroupEntered | NewcomerReady | NewcomerEnded | NewcomerLost
 )  # fmt: skip

@@ -29,7 +29,7 @@ from elasticd_agent.system.waker import Waker
 
 ENABLE_VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 FILE_VARIABLE = "TORCHELASTIC_TIMER_FILE"
-_CHUNK = 1 << 16
+_READ_BYTES = 1 << 16
 _MAX_SIGNAL = 64
 
 
@@ -47,7 +47,7 @@ class FileTimerExpired:
 class _Timer:
     expires_at: float  #: monotonic
     signum: int
-    started: int  #: of its process, in ticks since boot: a process id may be used again
+    process_start_ticks: int  #: of its process, in ticks since boot: a process id may be used again
 
 
 class FileTimerServer:
@@ -91,20 +91,20 @@ class FileTimerServer:
         while not self._closing:
             at = min((timer.expires_at for timer in self._timers.values()), default=None)
             poll.poll(None if at is None else math.ceil(max(0.0, min(at - time.monotonic(), 3600.0)) * 1000))
-            for line in self._read():
-                self._set(line)
-            self._expire(time.monotonic())
+            for line in self._read_lines():
+                self._apply_line(line)
+            self._report_expired(time.monotonic())
 
-    def _read(self) -> list[bytes]:
+    def _read_lines(self) -> list[bytes]:
         """Every whole line that is in the pipe."""
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._fd, _CHUNK):
+            while chunk := os.read(self._fd, _READ_BYTES):
                 self._rest += chunk
         *lines, self._rest = self._rest.split(b"\n")
-        self._rest = self._rest[-_CHUNK:]
+        self._rest = self._rest[-_READ_BYTES:]
         return lines
 
-    def _set(self, line: bytes) -> None:
+    def _apply_line(self, line: bytes) -> None:
         try:
             fields = json.loads(line)
             pid, scope = int(fields["pid"]), str(fields["scope_id"])
@@ -118,13 +118,13 @@ class FileTimerServer:
             at = time.monotonic() + expires - time.time()
             self._timers[pid, scope] = _Timer(at, signum if 0 < signum <= _MAX_SIGNAL else 0, process.start_ticks)
 
-    def _expire(self, now: float) -> None:
+    def _report_expired(self, now: float) -> None:
         """Report one expired timer of each process, the first with a signal, and forget its others, as torch does."""
         expired = [(timer, *key) for key, timer in self._timers.items() if timer.expires_at <= now]
         by_pid: dict[int, FileTimerExpired | None] = {}
         for timer, pid, scope in sorted(expired, key=lambda item: (item[0].signum == 0, item[0].expires_at)):
             process = procfs.stat(pid)
-            same = process is not None and process.start_ticks == timer.started
+            same = process is not None and process.start_ticks == timer.process_start_ticks
             by_pid.setdefault(pid, FileTimerExpired(pid, scope, timer.signum, now - timer.expires_at) if same else None)
         self._timers = {key: timer for key, timer in self._timers.items() if key[0] not in by_pid}
         for report in filter(None, by_pid.values()):

@@ -24,21 +24,21 @@ ANSWER_S = 2.0
 """Finding the GPUs is part of the first answer, and takes a second or two where the driver does not stay loaded."""
 CLOSE_S = 2.0
 POLL_S = 0.05
-DEADLINE_S = WAIT_S + ANSWER_S + 3.0
+CHECK_DEADLINE_S = WAIT_S + ANSWER_S + 3.0
 """The end of a check that never answers."""
-SAMPLE_S = 10.0
+SAMPLE_INTERVAL_S = 10.0
 """The interval in which the running processes' memory is read, which takes a millisecond a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryChecked:
-    """An answer to one check, whose `number` it has; the last one has no `busy`."""
+    """An answer to one check, whose `number` it has; the last one has no `busy_gpus`."""
 
     number: int
     holders: tuple[tuple[int, int], ...] = ()  #: (pid, GPU index) of the processes that still hold memory
     seconds: float = 0.0
     trouble: str = ""  #: why there is no answer
-    busy: tuple[str, ...] = ()
+    busy_gpus: tuple[str, ...] = ()
     """GPUs whose memory is not free yet, as in CUDA_VISIBLE_DEVICES; "" where that is unknown."""
 
 
@@ -48,7 +48,7 @@ class GpuMemory:
     def track(self, pids: Mapping[int, str]) -> None:
         """These processes were started and may use GPUs, each its own, "" where that is unknown."""
 
-    def check(self, except_pids: Collection[int]) -> int:
+    def start_check(self, except_pids: Collection[int]) -> int:
         """Have MemoryChecked posted: whenever other GPUs are busy, and when none is, or time is up.
 
         Call it when all tracked processes have ended, except those known not to. Each process is checked once. Returns
@@ -65,11 +65,11 @@ class _Check:
     number: int
     pids: dict[int, str]
     began: float
-    busy: tuple[str, ...] = ()
+    busy_gpus: tuple[str, ...] = ()
 
 
 class NvmlGpuMemory(GpuMemory):
-    """Asks NVML, whose process is started ahead. `track` and `check` belong to one thread."""
+    """Asks NVML, whose process is started ahead. `track` and `start_check` belong to one thread."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class NvmlGpuMemory(GpuMemory):
         self._pids.update(pids)
         self._requests.put((0, dict(self._pids)))
 
-    def check(self, except_pids: Collection[int]) -> int:
+    def start_check(self, except_pids: Collection[int]) -> int:
         ended = {pid: gpu for pid, gpu in self._pids.items() if pid not in except_pids}
         self._pids.clear()
         if not ended:
@@ -120,7 +120,9 @@ class NvmlGpuMemory(GpuMemory):
         check: _Check | None = None
         while True:
             try:
-                request = self._requests.get(timeout=POLL_S if check is not None else SAMPLE_S if running else None)
+                request = self._requests.get(
+                    timeout=POLL_S if check is not None else SAMPLE_INTERVAL_S if running else None
+                )
                 if request is None:
                     break
                 number, pids = request
@@ -130,21 +132,21 @@ class NvmlGpuMemory(GpuMemory):
             except queue.Empty:
                 pass
             if check is not None:
-                check = check if self._ask(check) else None
+                check = check if self._poll_once(check) else None
             else:
                 self._nvml.send({"do": "sample", "pids": list(running)})
         self._nvml.close()
 
-    def _ask(self, check: _Check) -> bool:
+    def _poll_once(self, check: _Check) -> bool:
         """Ask once. True if there is something to wait for."""
         left_s = max(0.0, check.began + self._wait_s - time.monotonic())
         answer = self._nvml.request({"do": "holders", "pids": list(check.pids.items())}, left_s + self._answer_s)
         seconds = time.monotonic() - check.began
         busy = tuple(answer.get("busy", ()))
         if busy and seconds < self._wait_s:
-            if busy != check.busy:
-                check.busy = busy
-                self._post(MemoryChecked(check.number, (), seconds, busy=busy))
+            if busy != check.busy_gpus:
+                check.busy_gpus = busy
+                self._post(MemoryChecked(check.number, (), seconds, busy_gpus=busy))
             return True
         holders = tuple((pid, gpu) for pid, gpu in answer.get("holders", ()))
         self._post(MemoryChecked(check.number, holders, seconds, answer.get("trouble", "")))
@@ -165,7 +167,7 @@ class GpuGate:
 
     def __init__(self, memory: GpuMemory | None = None, gpus: Sequence[str] = ()) -> None:
         """`gpus`: one for each slot, none if they are not known."""
-        self.due: float | None = None
+        self.check_deadline: float | None = None
         """The deadline of a check that is not over."""
         self._memory = memory or GpuMemory()
         self._gpus = gpus
@@ -175,35 +177,35 @@ class GpuGate:
 
     def track(self, pids: Sequence[int], slots: Sequence[int]) -> None:
         """The workers on `slots` were started."""
-        self._memory.track(dict(zip(pids, map(self._gpu, slots), strict=True)))
+        self._memory.track(dict(zip(pids, map(self._gpu_of, slots), strict=True)))
 
-    def begin(self, except_pids: Collection[int]) -> None:
+    def start_check(self, except_pids: Collection[int]) -> None:
         """Check what the workers that have ended hold, if there are any."""
-        if number := self._memory.check(except_pids):
+        if number := self._memory.start_check(except_pids):
             self._number, self._busy = number, None
-            self.due = time.monotonic() + DEADLINE_S
+            self.check_deadline = time.monotonic() + CHECK_DEADLINE_S
 
-    def take(self, checked: MemoryChecked) -> bool:
+    def accept_answer(self, checked: MemoryChecked) -> bool:
         """False: it is outdated."""
-        if checked.number != self._number or self.due is None:
+        if checked.number != self._number or self.check_deadline is None:
             return False
-        self._busy = checked.busy
-        if not checked.busy:
-            self.due = None
+        self._busy = checked.busy_gpus
+        if not checked.busy_gpus:
+            self.check_deadline = None
         return True
 
-    def overdue(self, now: float) -> MemoryChecked | None:
+    def overdue_answer(self, now: float) -> MemoryChecked | None:
         """The result to take instead of an answer that does not come."""
-        if self.due is None or now < self.due:
+        if self.check_deadline is None or now < self.check_deadline:
             return None
-        return MemoryChecked(self._number, (), DEADLINE_S, "the check of the GPU memory did not answer")
+        return MemoryChecked(self._number, (), CHECK_DEADLINE_S, "the check of the GPU memory did not answer")
 
     def waiting_ranks(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The local ranks of workers on `slots` whose GPU is not free."""
         busy = self._busy
-        if self.due is None:
+        if self.check_deadline is None:
             return ()
-        return tuple(at for at, slot in enumerate(slots) if busy is None or self._gpu(slot) in ("", *busy))
+        return tuple(at for at, slot in enumerate(slots) if busy is None or self._gpu_of(slot) in ("", *busy))
 
-    def _gpu(self, slot: int) -> str:
+    def _gpu_of(self, slot: int) -> str:
         return self._gpus[slot] if slot < len(self._gpus) else ""

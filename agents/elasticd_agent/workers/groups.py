@@ -14,7 +14,7 @@ from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.model.records import Round
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
-Master = tuple[str, int]
+MasterAddress = tuple[str, int]
 """The address of a round's store: MASTER_ADDR and MASTER_PORT."""
 
 
@@ -22,14 +22,15 @@ Master = tuple[str, int]
 class PendingStart:
     """A Round whose group is to be started. Without a `master` the round's store starts as well.
 
-    `kept`: by local rank the pid of a process at its entry that becomes this worker, 0: a new one.
+    `kept_pids`: by local rank the pid of a process at its entry that becomes this worker, 0: a new one.
     """
 
     round: Round
     workers: tuple[WorkerSpec, ...]
-    master: Master | None
-    kept: list[int]
-    deadline: float | None = None  #: when it starts cold instead of being forked; None while it waits for GPU memory
+    master: MasterAddress | None
+    kept_pids: list[int]
+    cold_start_at: float | None = None
+    """When it starts cold instead of being forked; None while it waits for GPU memory."""
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class WorkerGroup:
 
     round: Round
     workers: tuple[WorkerSpec, ...]
-    master: Master | None
+    master: MasterAddress | None
     warm: bool
     pids: list[int] = field(default_factory=list)
     store_pid: int = 0
@@ -46,14 +47,13 @@ class WorkerGroup:
     stopping: bool = False
     held_ranks: tuple[int, ...] = ()  #: local ranks whose GPU's memory is not free yet
     store_port: int = 0
-    kept: list[int] = field(default_factory=list)  #: by local rank, as in PendingStart
-    entered: set[int] = field(
-        default_factory=set
-    )  #: local ranks of workers that could leave the round in their process
+    kept_pids: list[int] = field(default_factory=list)  #: by local rank, as in PendingStart
+    entered: set[int] = field(default_factory=set)
+    """Local ranks of workers that could leave the round in their process."""
     ever_entered: set[int] = field(default_factory=set)  #: also those that have left their training since
     exited: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)  #: by themselves, before some were to be kept
-    keep: tuple[int, ...] = ()  #: local ranks that are to be kept at its end
+    ranks_to_keep: tuple[int, ...] = ()  #: local ranks that are to be kept at its end
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class ParkedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepRequest:
     """Workers that keep their process at the end of a group, if they come to their entry within `park_s`."""
 
     local_ranks: tuple[int, ...] = ()
@@ -86,19 +86,20 @@ class Newcomers:
     wanted: dict[int, WorkerSpec] = field(default_factory=dict)
     released: dict[int, dict[int, WorkerSpec]] = field(default_factory=dict)  #: by the name of the group
     by_pid: dict[int, tuple[int, WorkerSpec]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)  #: pids and names of groups that we have ended
-    due: dict[int, float] = field(default_factory=dict)  #: when each has to be at its entry, by pid
-    late: dict[int, float] = field(default_factory=dict)  #: those that we have ended for that, with the time they had
+    asked_to_end: set[int] = field(default_factory=set)  #: pids and names of groups that we have ended
+    entry_due_at: dict[int, float] = field(default_factory=dict)  #: when each has to be at its entry, by pid
+    ended_late: dict[int, float] = field(default_factory=dict)
+    """Those that we have ended for that, with the time they had."""
 
     @property
     def slots(self) -> set[int]:
         released = (slot for workers in self.released.values() for slot in workers)
         return {*self.wanted, *released, *(slot for slot, _ in self.by_pid.values())}
 
-    def end(self, slots: set[int]) -> None:
+    def mark_ended(self, slots: set[int]) -> None:
         """The owner is asked to end those of these slots, and all of which it has not told the pids yet."""
         self.wanted = {slot: worker for slot, worker in self.wanted.items() if slot not in slots}
-        self.ended |= self.released.keys() | {pid for pid, (slot, _) in self.by_pid.items() if slot in slots}
+        self.asked_to_end |= self.released.keys() | {pid for pid, (slot, _) in self.by_pid.items() if slot in slots}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +113,14 @@ class KeptWorker:
 
     def can_become(self, worker: WorkerSpec) -> bool:
         """CUDA has chosen the process' device when it was initialised: there it must be that of `worker`."""
-        before, after = ([w.env.get(name) for name in _DEVICE] for w in (self.spec, worker))
+        before, after = ([w.env.get(name) for name in _DEVICE_VARIABLES] for w in (self.spec, worker))
         return before == after or after[0] is None
 
 
-_DEVICE = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")
+_DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")
 
 
-def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
+def with_master(master: MasterAddress | None, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
     """The workers with the address of a store on another node; the owner adds that of its own store."""
     if master is None:
         return workers

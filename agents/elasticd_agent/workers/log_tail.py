@@ -10,8 +10,8 @@ reader. Each look is bounded: a file gives at most one piece a
 turn, so a worker that prints without end delays the others by a moment only.
 
 Order matters more than speed. A round's last lines, which hold the traceback that explains the restart, come before the
-next round's first. While a finished round still has something to show, later rounds wait, for `FINISH_S` at most, so
-that a console that nobody reads does not hold up the sight of a running job for ever.
+next round's first. While a finished round still has something to show, later rounds wait, for `FINISH_TIMEOUT_S` at
+most, so that a console that nobody reads does not hold up the sight of a running job for ever.
 
 A line belongs to one worker. Pieces end with a line, and with a prefix each line has its own, so lines of two workers
 never mix. A line longer than a piece is shown in parts.
@@ -34,13 +34,13 @@ from pathlib import Path
 
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 
-LIMIT = 64 << 20
+MAX_LOG_BYTES = 64 << 20
 # As torchrun's: short for a reader, and a dozen system calls a second for each file.
-INTERVAL_S = 0.1
+POLL_INTERVAL_S = 0.1
 # How long a slow console delays the next round's output, after a round's workers have ended.
-FINISH_S = 5.0
-_CHUNK = 64 * 1024
-_COPY = 1 << 20
+FINISH_TIMEOUT_S = 5.0
+_PIECE_BYTES = 64 * 1024
+_COPY_BYTES = 1 << 20
 
 _log = logging.getLogger("elasticd.logs")
 
@@ -64,7 +64,7 @@ class TailedFile:
         outlet: NonBlockingWriter | None = None,
         prefix: bytes = b"",
         filter: LineFilter | None = None,
-        limit: int = LIMIT,
+        limit: int = MAX_LOG_BYTES,
     ) -> None:
         """Opens or creates `path` (0600). Without an `outlet` the file is bounded, not shown. Raises OSError."""
         self.number = number
@@ -86,53 +86,53 @@ class TailedFile:
             self._position = 0
         behind = False
         if self._outlet is not None and show:
-            behind = self._send() and self._read(self._outlet, size)
-        if size > self._limit and (self._caught_up(size) or size > 2 * self._limit):
+            behind = self._send_unsent() and self._read_piece(self._outlet, size)
+        if size > self._limit and (self._is_shown_to(size) or size > 2 * self._limit):
             self._rotate()
         return behind
 
-    def done(self) -> bool:
+    def is_shown(self) -> bool:
         """Everything written has been shown, except a last line without an end."""
-        return self._caught_up(os.fstat(self._fd).st_size)
+        return self._is_shown_to(os.fstat(self._fd).st_size)
 
     def close(self) -> None:
         """Show a last line without an end, and report how much was not shown."""
         if self._partial:
-            self._emit(self._lines(b"\n"))
+            self._emit(self._prefixed_lines(b"\n"))
         with suppress(OSError):
-            left = os.fstat(self._fd).st_size - self._position + (0 if self._send() else len(self._unsent))
+            left = os.fstat(self._fd).st_size - self._position + (0 if self._send_unsent() else len(self._unsent))
             if self._outlet is not None and left > 0:
-                self._outlet.put(self._not_shown(left, self._path))
+                self._outlet.put(self._not_shown_notice(left, self._path))
         os.close(self._fd)
 
-    def _caught_up(self, size: int) -> bool:
+    def _is_shown_to(self, size: int) -> bool:
         return self._outlet is None or (self._position >= size and not self._unsent)
 
-    def _send(self) -> bool:
+    def _send_unsent(self) -> bool:
         if self._unsent and self._outlet is not None and self._outlet.put(self._unsent):
             self._unsent = b""
         return not self._unsent
 
     def _emit(self, data: bytes) -> None:
         self._unsent += data
-        self._send()
+        self._send_unsent()
 
-    def _read(self, outlet: NonBlockingWriter, size: int) -> bool:
+    def _read_piece(self, outlet: NonBlockingWriter, size: int) -> bool:
         """Read the next piece and pass it on. True if there is more to read at once."""
         if outlet.broken and self._filter is None:
             self._position = size
-        if self._position >= size or outlet.room_bytes() < _CHUNK:
+        if self._position >= size or outlet.room_bytes() < _PIECE_BYTES:
             return False
-        data = os.pread(self._fd, _CHUNK, self._position)
-        whole = len(data) == _CHUNK
+        data = os.pread(self._fd, _PIECE_BYTES, self._position)
+        whole = len(data) == _PIECE_BYTES
         if not self._prefix:
             # Another worker's output may follow a piece, so a piece ends with a line if it contains one.
             data = data[: data.rfind(b"\n") + 1] or data
         self._position += len(data)
-        self._emit(self._lines(data) if self._prefix else data)
+        self._emit(self._prefixed_lines(data) if self._prefix else data)
         return whole
 
-    def _lines(self, data: bytes) -> bytes:
+    def _prefixed_lines(self, data: bytes) -> bytes:
         """The complete lines, each after the prefix. As with torchrun, a carriage return ends a line, too."""
         data = self._partial + data
         if b"\r" in data:
@@ -140,7 +140,7 @@ class TailedFile:
             data = data[: len(data) - len(tail)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + tail
         end = data.rfind(b"\n") + 1
         complete, self._partial = data[:end], data[end:]
-        if len(self._partial) > _CHUNK:
+        if len(self._partial) > _PIECE_BYTES:
             complete, self._partial = data + b"\n", b""
         if not complete:
             return b""
@@ -174,8 +174,8 @@ class TailedFile:
                 backup.unlink()
             copied = size
         os.ftruncate(self._fd, 0)
-        if not self._caught_up(copied) and self._outlet is not None:
-            self._unsent += self._not_shown(copied - self._position, backup)
+        if not self._is_shown_to(copied) and self._outlet is not None:
+            self._unsent += self._not_shown_notice(copied - self._position, backup)
         self._position = 0
 
     def _copy(self, backup: Path, start: int) -> int:
@@ -184,7 +184,7 @@ class TailedFile:
         try:
             # A worker may write faster than this copies: the copy has a limit.
             end = start + 2 * self._limit
-            while start < end and (data := os.pread(self._fd, _COPY, start)):
+            while start < end and (data := os.pread(self._fd, _COPY_BYTES, start)):
                 left = memoryview(data)
                 while left:
                     left = left[os.write(fd, left) :]
@@ -193,7 +193,7 @@ class TailedFile:
             os.close(fd)
         return start
 
-    def _not_shown(self, count: int, where: Path) -> bytes:
+    def _not_shown_notice(self, count: int, where: Path) -> bytes:
         return f"[elasticd: {count} bytes of {self._name} are not shown here; see {where}]\n".encode(
             "utf-8", "surrogateescape"
         )
@@ -204,14 +204,14 @@ def _rotated_path(path: Path) -> Path:
 
 
 class LogTailer:
-    """The thread that follows files, from `follow` until they are read to their end after `finish`, or `close`."""
+    """The thread that follows files, from `follow` until they are read to their end after `finish_round` or `close`."""
 
-    def __init__(self, outlets: Iterable[NonBlockingWriter] = (), interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, outlets: Iterable[NonBlockingWriter] = (), interval_s: float = POLL_INTERVAL_S) -> None:
         self._interval_s = interval_s
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._files: list[TailedFile] = []
-        self._finish_by: dict[int, float] = {}
+        self._finish_deadlines: dict[int, float] = {}
         self._tasks: list[Callable[[], object]] = []
         self._closing = False
         for outlet in outlets:
@@ -224,10 +224,10 @@ class LogTailer:
         with self._lock:
             self._files.append(file)
 
-    def finish(self, number: int, within: float = FINISH_S) -> None:
+    def finish_round(self, number: int, within: float = FINISH_TIMEOUT_S) -> None:
         """The round's workers have ended: read to the end, for at most `within` seconds, then close the files."""
         with self._lock:
-            self._finish_by.setdefault(number, time.monotonic() + within)
+            self._finish_deadlines.setdefault(number, time.monotonic() + within)
         self._wake.set()
 
     def run_later(self, task: Callable[[], object]) -> None:
@@ -241,7 +241,7 @@ class LogTailer:
             self._closing = True
             numbers = {file.number for file in self._files}
             for number in numbers:
-                self._finish_by[number] = time.monotonic() + within
+                self._finish_deadlines[number] = time.monotonic() + within
         self._wake.set()
         self._thread.join(within + 1.0)
         return not self._thread.is_alive()
@@ -253,7 +253,7 @@ class LogTailer:
         while True:
             self._wake.clear()
             with self._lock:
-                files, ending = list(self._files), dict(self._finish_by)
+                files, ending = list(self._files), dict(self._finish_deadlines)
                 chores, self._tasks = self._tasks, []
                 if self._closing and not files and not chores:
                     return
@@ -273,7 +273,7 @@ class LogTailer:
                 # A round's last lines precede the next round's first.
                 show = oldest_behind is None or file.number == oldest_behind
                 more |= file.poll(show)
-                done = file.done()
+                done = file.is_shown()
                 if not done and file.number in ending:
                     oldest_behind = file.number
                 if file.number in ending and (done or time.monotonic() > ending[file.number]):
@@ -288,5 +288,7 @@ class LogTailer:
             with self._lock:
                 self._files = [file for file in self._files if file not in gone]
                 left = {file.number for file in self._files}
-                self._finish_by = {number: until for number, until in self._finish_by.items() if number in left}
+                self._finish_deadlines = {
+                    number: until for number, until in self._finish_deadlines.items() if number in left
+                }
         return more or bool(gone)

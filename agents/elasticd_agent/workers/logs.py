@@ -26,7 +26,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Streams
 from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.workers.log_tail import LIMIT, LineFilter, LogTailer, TailedFile
+from elasticd_agent.workers.log_tail import MAX_LOG_BYTES, LineFilter, LogTailer, TailedFile
 
 STREAM_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
@@ -66,7 +66,7 @@ def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, 
     return INHERITED if shown_rank else DISCARDED
 
 
-def is_told_apart(spec: JobSpec, which: Streams) -> bool:
+def shows_all_ranks_apart(spec: JobSpec, which: Streams) -> bool:
     """True if the console shows this stream of every worker, and no worker's lines among another's."""
     targets = [plan_stream(spec, which, Path(), local_rank, b"x") for local_rank in range(spec.max_workers)]
     shown = all(target == INHERITED or target.tailed for target in targets)
@@ -87,8 +87,8 @@ def _redirects_or_tees(spec: JobSpec) -> bool:
 
 # With two files of at most 128 MiB a rank this bounds the disk usage of a job that restarts for ever.
 KEEP_ROUNDS = 100
-LOCK = ".elasticd.lock"
-_ROUND = re.compile(r"round-([1-9][0-9]*)")
+LOCK_FILE = ".elasticd.lock"
+_ROUND_NAME = re.compile(r"round-([1-9][0-9]*)")
 
 _log = logging.getLogger("elasticd.logs")
 
@@ -103,7 +103,7 @@ class LogDirectory:
         self._fd = -1
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise UsageError(f"--log-dir {path}: logs cannot be written there: {why}") from error
@@ -136,7 +136,7 @@ class LogDirectory:
 
     def prune(self, keep: int, current: int) -> list[Path]:
         """Delete the oldest rounds beyond the newest `keep`, never `current` or newer. Returns the deleted paths."""
-        old = [number for number in _rounds(self.path)[: -keep or None] if number < current]
+        old = [number for number in _rounds_with_logs(self.path)[: -keep or None] if number < current]
         deleted = [self.path / f"round-{number}" for number in old]
         for path in deleted:
             remove_tree(path)
@@ -151,15 +151,15 @@ class LogDirectory:
 
 def highest_round(path: Path) -> int:
     """The highest round with logs in `path`; 0 if there is none."""
-    return max(_rounds(path), default=0)
+    return max(_rounds_with_logs(path), default=0)
 
 
-def _rounds(path: Path) -> list[int]:
+def _rounds_with_logs(path: Path) -> list[int]:
     try:
         names = os.listdir(path)
     except OSError:
         return []
-    return sorted(int(match[1]) for match in map(_ROUND.fullmatch, names) if match)
+    return sorted(int(match[1]) for match in map(_ROUND_NAME.fullmatch, names) if match)
 
 
 PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
@@ -169,7 +169,7 @@ PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 class WorkerFiles:
     stdout: str | None
     stderr: str | None
-    error: str
+    error_file: str
 
 
 class JobLogs:
@@ -186,7 +186,7 @@ class JobLogs:
         err: NonBlockingWriter,
         log: Callable[[str], None],
         template: str | None = None,
-        limit: int = LIMIT,
+        limit: int = MAX_LOG_BYTES,
         keep_rounds: int = KEEP_ROUNDS,
     ) -> None:
         """`template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; `runtime` takes error files if there are no log files.
@@ -213,19 +213,19 @@ class JobLogs:
         """The highest round with logs here; a new job's rounds start above it."""
         return 0 if self._directory is None else highest_round(self._directory.path)
 
-    def worker(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
+    def open_worker_files(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
         """Create the files of a worker of round `number`, and follow them."""
         if self._directory is None or self._tail is None:
-            return self._without_files(number, local_rank, rank)
+            return self._files_without_logs(number, local_rank, rank)
         directory, tail = self._directory, self._tail
         rank_dir = directory.rank_dir(number, rank)
         try:
             rank_dir.parent.mkdir(mode=0o700, exist_ok=True)
             rank_dir.mkdir(mode=0o700, exist_ok=True)
-            out, err = (self._open(which, number, local_rank, rank, rank_dir, tail) for which in STREAM_NAMES)
+            out, err = (self._open_stream(which, number, local_rank, rank, rank_dir, tail) for which in STREAM_NAMES)
         except OSError as error:
             self._log(f"rank {rank}'s output goes to the console: its logs cannot be written: {error}")
-            return self._without_files(number, local_rank, rank)
+            return self._files_without_logs(number, local_rank, rank)
         if number > self._newest:
             self._newest = number
             tail.run_later(lambda: directory.prune(self._keep_rounds, number))
@@ -241,7 +241,7 @@ class JobLogs:
     def group_ended(self, number: int) -> None:
         """Have the round's files read to their end, and closed then."""
         if self._tail is not None:
-            self._tail.finish(number)
+            self._tail.finish_round(number)
 
     def close(self, within: float = 2.0) -> None:
         """Show the rest, for at most `within` seconds. Safe to call again."""
@@ -250,7 +250,7 @@ class JobLogs:
         if self._directory is not None:
             self._directory.close()
 
-    def _without_files(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
+    def _files_without_logs(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
         """Return a worker's output without log files: inherited, or discarded where nobody reads it or the rank is not
         shown.
         """
@@ -262,18 +262,18 @@ class JobLogs:
         error_dir.mkdir(mode=0o700, exist_ok=True)
         return WorkerFiles(out, err, str(error_dir / f"error-{rank}.json"))
 
-    def _open(
+    def _open_stream(
         self, which: Streams, number: int, local_rank: int, rank: int, rank_dir: Path, tail: LogTailer
     ) -> str | None:
         prefix = line_prefix(self._template, self._spec.role, rank, local_rank)
         stream = plan_stream(self._spec, which, rank_dir, local_rank, prefix)
         if stream.path is not None and stream.path.parent == rank_dir:
-            tail.follow(self._followed(which, number, rank, stream, stream.path))
+            tail.follow(self._tailed_file(which, number, rank, stream, stream.path))
         if stream.path is None:
             return os.devnull if self._outlets[which].is_reader_gone() else None
         return str(stream.path)
 
-    def _followed(self, which: Streams, number: int, rank: int, stream: OutputTarget, path: Path) -> TailedFile:
+    def _tailed_file(self, which: Streams, number: int, rank: int, stream: OutputTarget, path: Path) -> TailedFile:
         """Return the followed file of one stream, with its prefix and its filter."""
         spec = self._spec
         needles = spec.duplicate_stdout_filters if which is Streams.OUT else spec.duplicate_stderr_filters

@@ -15,8 +15,8 @@ from pathlib import Path
 from elasticd_agent.model.phrases import count, listing, plural, ranges
 from elasticd_agent.system.gpus.nvml import NvmlClient, find_pynvml
 
-SYSTEM = Path("/sys")
-_NVML_S = 10.0
+SYSFS = Path("/sys")
+_NVML_TIMEOUT_S = 10.0
 """Initialising NVML takes a second or two where the driver does not stay loaded; workers wait for the template
 meanwhile."""
 
@@ -35,7 +35,7 @@ Binding = tuple[dict[int, tuple[int, ...]], list[str]]
 """The CPUs of each slot, none for one that is not bound, and sentences for the log."""
 
 
-def bind_slots(mode: str, slots: int, gpus: Sequence[str], system: Path = SYSTEM) -> Binding:
+def plan_binding(mode: str, slots: int, gpus: Sequence[str], system: Path = SYSFS) -> Binding:
     """The binding of a job with these GPUs, as in CUDA_VISIBLE_DEVICES; none: it uses none."""
     allowed = os.sched_getaffinity(0)
     option = f"--numa-binding {mode}"
@@ -44,63 +44,63 @@ def bind_slots(mode: str, slots: int, gpus: Sequence[str], system: Path = SYSTEM
     except (OSError, ValueError) as error:
         return {}, [f"{option} has no effect: {system} does not say which CPUs are near each other: {error}"]
     if not gpus:
-        return choose(mode, topology, allowed, spread(topology, allowed, slots), slots)
-    buses = _buses(gpus)
+        return choose_cpus(mode, topology, allowed, spread_over_nodes(topology, allowed, slots), slots)
+    buses = _pci_addresses(gpus)
     if isinstance(buses, str):
         return {}, [f"{option} has no effect: the places of the GPUs are not known: {buses}"]
-    return choose(mode, topology, allowed, [_node_of(bus, topology, system) for bus in buses], slots)
+    return choose_cpus(mode, topology, allowed, [_numa_node_of(bus, topology, system) for bus in buses], slots)
 
 
 # ---- what the machine says
 
 
-def read_topology(system: Path = SYSTEM) -> dict[int, Cpu]:
+def read_topology(system: Path = SYSFS) -> dict[int, Cpu]:
     """The CPUs that are online. Raises OSError and ValueError."""
     topology = {}
     for directory in (system / "devices/system/node").glob("node[0-9]*"):
-        for cpu in cpu_list((directory / "cpulist").read_text(encoding="ascii")):
+        for cpu in parse_cpu_list((directory / "cpulist").read_text(encoding="ascii")):
             place = system / f"devices/system/cpu/cpu{cpu}"
             topology[cpu] = Cpu(
                 int(directory.name[4:]),
                 int((place / "topology/physical_package_id").read_text(encoding="ascii")),
-                min(cpu_list((place / "topology/thread_siblings_list").read_text(encoding="ascii"))),
-                _last_cache(place / "cache"),
+                min(parse_cpu_list((place / "topology/thread_siblings_list").read_text(encoding="ascii"))),
+                _last_level_cache(place / "cache"),
             )
     if not topology:
         raise FileNotFoundError("it has no NUMA nodes")
     return topology
 
 
-def _last_cache(caches: Path) -> int:
+def _last_level_cache(caches: Path) -> int:
     """-1 where the kernel knows no caches, as in some virtual machines: one for all."""
     levels = {-1: -1}
     for cache in caches.glob("index[0-9]*"):
         if (cache / "type").read_text(encoding="ascii").strip() in ("Unified", "Data"):
             levels[int((cache / "level").read_text(encoding="ascii"))] = min(
-                cpu_list((cache / "shared_cpu_list").read_text(encoding="ascii"))
+                parse_cpu_list((cache / "shared_cpu_list").read_text(encoding="ascii"))
             )
     return levels[max(levels)]
 
 
-def cpu_list(text: str) -> set[int]:
+def parse_cpu_list(text: str) -> set[int]:
     """The numbers in "0-3,8"."""
     parts = (part.partition("-") for part in text.strip().split(",") if part)
     return {cpu for first, _, last in parts for cpu in range(int(first), int(last or first) + 1)}
 
 
-def _buses(gpus: Sequence[str]) -> list[str] | str:
+def _pci_addresses(gpus: Sequence[str]) -> list[str] | str:
     """The GPUs' addresses on the PCI bus, "" for one that has none; or why they are not known."""
     if not find_pynvml():
         return "pynvml is not installed: pip install nvidia-ml-py"
     nvml = NvmlClient([])
     try:
-        answer = nvml.request({"do": "buses", "gpus": list(gpus)}, _NVML_S)
+        answer = nvml.request({"do": "buses", "gpus": list(gpus)}, _NVML_TIMEOUT_S)
     finally:
         nvml.close()
     return list(answer["buses"]) if answer.get("buses") else answer.get("trouble", "NVML does not know them")
 
 
-def _node_of(bus: str, topology: Mapping[int, Cpu], system: Path) -> int | None:
+def _numa_node_of(bus: str, topology: Mapping[int, Cpu], system: Path) -> int | None:
     """The GPU's node; None if the kernel does not know it, as in some virtual machines, and there are several."""
     node = -1
     with suppress(OSError, ValueError):
@@ -112,13 +112,13 @@ def _node_of(bus: str, topology: Mapping[int, Cpu], system: Path) -> int | None:
 # ---- the choice
 
 
-def spread(topology: Mapping[int, Cpu], allowed: Collection[int], slots: int) -> list[int | None]:
+def spread_over_nodes(topology: Mapping[int, Cpu], allowed: Collection[int], slots: int) -> list[int | None]:
     """A node for each slot without a GPU: as many slots on each, neighbours together."""
     nodes = sorted({place.node for cpu, place in topology.items() if cpu in allowed})
     return [nodes[slot * len(nodes) // slots] for slot in range(slots)] if nodes else []
 
 
-def choose(
+def choose_cpus(
     mode: str, topology: Mapping[int, Cpu], allowed: Collection[int], nodes: Sequence[int | None], slots: int
 ) -> Binding:
     """`nodes`: that of each GPU, None where it is unknown; a slot has the GPU with its number. `allowed`: the CPUs that
@@ -132,7 +132,7 @@ def choose(
             why = "the kernel does not know the NUMA node of its GPU" if slot < len(nodes) else "there is no GPU for it"
         else:
             same_node = [gpu for gpu, other in enumerate(nodes) if other == node]
-            chosen = _cpus(mode, usable, node, same_node.index(slot), len(same_node))
+            chosen = _cpus_of_gpu(mode, usable, node, same_node.index(slot), len(same_node))
             if not isinstance(chosen, str):
                 cpus[slot] = tuple(sorted(chosen))
                 continue
@@ -141,7 +141,7 @@ def choose(
     return cpus, list(_sentences(mode, len(topology), len(usable), cpus, unbound))
 
 
-def _cpus(mode: str, usable: Mapping[int, Cpu], node: int, at: int, sharers: int) -> set[int] | str:
+def _cpus_of_gpu(mode: str, usable: Mapping[int, Cpu], node: int, at: int, sharers: int) -> set[int] | str:
     """The CPUs for the GPU at place `at` among those of its node, or why there are none."""
     near = {cpu: place for cpu, place in usable.items() if place.node == node}
     if not near:
@@ -174,7 +174,9 @@ def _sentences(
         slots: dict[tuple[int, ...], list[int]] = {}
         for slot, chosen in cpus.items():
             slots.setdefault(chosen, []).append(slot)
-        where = listing(f"{_named('slot', of)} to {_named('CPU', chosen)}" for chosen, of in slots.items())
+        where = listing(
+            f"{_describe_numbers('slot', of)} to {_describe_numbers('CPU', chosen)}" for chosen, of in slots.items()
+        )
         yield f"--numa-binding {mode} binds workers: {where}"
         if usable < online:
             yield (
@@ -182,9 +184,9 @@ def _sentences(
                 f"those of them that --numa-binding {mode} chooses"
             )
     for why, of in unbound.items():
-        yield f"--numa-binding {mode} leaves {_named('slot', of)} unbound: {why}"
+        yield f"--numa-binding {mode} leaves {_describe_numbers('slot', of)} unbound: {why}"
 
 
-def _named(what: str, numbers: Sequence[int]) -> str:
+def _describe_numbers(what: str, numbers: Sequence[int]) -> str:
     """ "slot 0", "CPUs 0-3,8"."""
     return f"{plural(len(numbers), what)} {','.join(ranges(numbers))}"

@@ -15,10 +15,10 @@ from elasticd_agent.workers.launcher.messages import EndTemplate, TemplateReady
 from elasticd_agent.workers.launcher.owner_client import OwnerClient
 from elasticd_agent.workers.launcher.requests import ALWAYS, LaunchRequests
 
-START_WAIT_S = 180.0
+TEMPLATE_WAIT_S = 180.0
 """Importing torch from a cold network file system can take minutes: a round waits so long for the template, from the
 template's start, and then starts cold."""
-PRELOAD_DEADLINE_S = 600.0
+MODULE_IMPORT_TIMEOUT_S = 600.0
 """The time that the import of one module may take."""
 FORK_DEADLINE_S = 10.0
 TEMPLATE_TRIES = 3
@@ -34,22 +34,22 @@ class WarmLauncher:
         """The template can fork."""
         self.cold_reason: str | None = None
         """Why workers start cold for good."""
-        self.module = ""
+        self.preloading_module = ""
         """The module that the template imports, or imported last."""
         self._module_since = 0.0
         self._owner = owner
         self._requests = requests
         self._report = report
-        self._since: float | None = None
+        self._template_started_at: float | None = None
         """When the template was started; None once it is ready, or has ended."""
         self._tries = 0
         self._is_replaced = False
         """The template ends, and another one leaves a module out."""
 
-    def begin(self) -> None:
+    def start_template(self) -> None:
         self._tries += 1
         self._is_replaced = False
-        self._since = time.monotonic()
+        self._template_started_at = time.monotonic()
         self.preloading("torch")
         self._owner.send(self._requests.template())
 
@@ -63,25 +63,25 @@ class WarmLauncher:
         """When a start that begins now waits no longer for the template."""
         if self.ready:
             return now + FORK_DEADLINE_S
-        return max(now, (now if self._since is None else self._since) + START_WAIT_S)
+        return max(now, (now if self._template_started_at is None else self._template_started_at) + TEMPLATE_WAIT_S)
 
     def preload_deadline(self) -> float | None:
-        return None if self._since is None else self._module_since + PRELOAD_DEADLINE_S
+        return None if self._template_started_at is None else self._module_since + MODULE_IMPORT_TIMEOUT_S
 
     def end_late_preload(self) -> None:
         """The module that is imported has taken too long."""
-        self._since = None
+        self._template_started_at = None
         self._owner.send(EndTemplate())
-        late = f"its import took longer than {PRELOAD_DEADLINE_S:.0f} s"
-        if self.module in ALWAYS:
-            self.give_up(f"{self.module}: {late}")
+        late = f"its import took longer than {MODULE_IMPORT_TIMEOUT_S:.0f} s"
+        if self.preloading_module in ALWAYS:
+            self.give_up(f"{self.preloading_module}: {late}")
         else:
-            self.leave_out({self.module: late})
+            self.leave_out({self.preloading_module: late})
 
     # --- reports of the owner -------------------------------------------------------------------------------------
 
     def preloading(self, module: str) -> None:
-        self.module, self._module_since = module, time.monotonic()
+        self.preloading_module, self._module_since = module, time.monotonic()
 
     def leave_out(self, modules: Mapping[str, str]) -> None:
         """The template ends; the next one does without these modules, each of which has its reason."""
@@ -92,8 +92,8 @@ class WarmLauncher:
         self._is_replaced = True
         self._tries = 0
 
-    def became_ready(self, template: TemplateReady) -> None:
-        self._since = None
+    def template_ready(self, template: TemplateReady) -> None:
+        self._template_started_at = None
         if template.cold is not None:
             self._owner.send(EndTemplate())
             self.give_up(template.cold)
@@ -102,23 +102,23 @@ class WarmLauncher:
         seconds = template.seconds
         self._report(LauncherReady("warm", f"the warm launcher is ready after {seconds:.1f} s", seconds))
 
-    def has_forked(self) -> None:
+    def fork_succeeded(self) -> None:
         self._tries = 0
 
-    def ended(self, why: str, starting_round: int | None) -> bool:
+    def template_ended(self, why: str, starting_round: int | None) -> bool:
         """Start another template, or give up. True if that one leaves a module out, and the start waits for it."""
-        was_ready, self.ready, self._since = self.ready, False, None
+        was_ready, self.ready, self._template_started_at = self.ready, False, None
         if self.cold_reason is not None:
             return False
         if self._is_replaced:
-            self.begin()
+            self.start_template()
             return True
         if starting_round is not None:
             self._report(f"the warm launcher {why}: round {starting_round} starts cold")
         elif was_ready:
             self._report(f"the warm launcher {why}: the workers continue, and another one is started")
         if self._tries < TEMPLATE_TRIES:
-            self.begin()
+            self.start_template()
         else:
             self.give_up(f"the launcher ended {TEMPLATE_TRIES} times, the last time because it {why}")
         return False

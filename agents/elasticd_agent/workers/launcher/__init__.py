@@ -19,7 +19,7 @@ A warm start is a fork of pages that are in memory already: 0.1 s instead of the
 order of its steps:
 
 1. The template imports what the script will import, and the owner learns that it can fork. Until then a round waits
-   for it, from its start at most START_WAIT_S, and starts cold after that: a slow import must not stop a job.
+   for it, from its start at most TEMPLATE_WAIT_S, and starts cold after that: a slow import must not stop a job.
 2. `Park` forks a group ahead of its round, while another one trains. Its processes are adopted by the owner, and each
    waits for its release on a channel of its own. A restart thereby costs no fork, and a group that does not fit costs
    one kill: surplus processes end at the release, missing ones would need a new group.
