@@ -388,7 +388,7 @@ class RendezvousMember:
         if round is None:
             return {}
         if self.leads:
-            return self._observations.addresses(round)
+            return self._observations.member_addresses(round)
         record = self._election.other_leader
         address = try_parse_endpoint(record.address) if record is not None else None
         return {record.id: address} if record is not None and address is not None else {}

@@ -372,7 +372,7 @@ def select_members(
     running = view.current if view.current is not None and not view.current.terminal else None
     previous_order = {m.identity: i for i, m in enumerate(running.members)} if running else {}
     candidates = _candidates(view, lost, previous_order, running.number if running else 0)
-    willing = _preferred(view, policy, candidates, excluded, quarantined)
+    willing = _preferred_candidates(view, policy, candidates, excluded, quarantined)
     if len(willing) < fewest:
         why = f"{len(willing)} of at least {count(fewest, 'node')} present"
         return Wait(why, None, too_few_nodes=True)
@@ -386,7 +386,7 @@ def select_members(
     return chosen if running is None else _checkpoint_holder_first(chosen, running)
 
 
-def _preferred(
+def _preferred_candidates(
     view: View,
     policy: Policy,
     candidates: list[PresentNode],

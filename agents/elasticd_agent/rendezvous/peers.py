@@ -189,7 +189,7 @@ class PeerObservations:
         answers = self.probe(records)
         self.unreachable_joiners = frozenset(n for n, answer in answers.items() if isinstance(answer, ProbeNoAnswer))
 
-    def addresses(self, round: Round) -> dict[str, Address]:
+    def member_addresses(self, round: Round) -> dict[str, Address]:
         """The agents of the other members, as far as their addresses are known."""
         if self._links[0] is not round:
             parsed = ((m.node, try_parse_endpoint(m.address)) for m in round.members if m.node != self._node)
@@ -238,7 +238,7 @@ class LivenessProber:
         self._probed_for = None
 
     def trouble(self, view: View, round: Round, now: float) -> Trouble | None:
-        others = self._others(round)
+        others = self._other_incarnations(round)
         late = now >= view.round_seen_at + self._policy.seen_timeout_s
         unseen_by = (n for n in others if (r := view.record(n)) is not None and r.seen_round < round.number)
         trouble = Trouble(
@@ -256,7 +256,9 @@ class LivenessProber:
         """All is well: probe members that have never been probed, so that their later silence means something."""
         self._observations.forget_results()
         self._stalled_probes = 0
-        unknown = {n: i for n, i in self._others(round).items() if (n, i) not in self._observations.answered}
+        unknown = {
+            n: i for n, i in self._other_incarnations(round).items() if (n, i) not in self._observations.answered
+        }
         if unknown and now >= self._next_at:
             self._probe(view, unknown, now)
             self._observations.forget_results()
@@ -266,7 +268,7 @@ class LivenessProber:
         if trouble == self._probed_for and now < self._next_at:
             return False
         self._probed_for = trouble
-        self._probe(view, self._others(round), now)
+        self._probe(view, self._other_incarnations(round), now)
         if trouble.only_stalled and not self._observations.silent_since:
             self._stalled_probes += 1
             pause_s = MIN_PROBE_INTERVAL_S * 2.0 ** min(self._stalled_probes, 16)
@@ -293,7 +295,7 @@ class LivenessProber:
         self._handed_over = round.number
         return silent
 
-    def _others(self, round: Round) -> dict[str, str]:
+    def _other_incarnations(self, round: Round) -> dict[str, str]:
         return {m.node: m.incarnation for m in round.members if m.node != self._node}
 
     def _probe(self, view: View, incarnations: dict[str, str], now: float) -> None:

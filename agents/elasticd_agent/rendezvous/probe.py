@@ -205,8 +205,8 @@ class _Attempt:
     node: str
     address: str
     port: int
-    due: float
-    refused: bool = False
+    due_at: float
+    was_refused: bool = False
     was_reset: bool = False
     received: bytearray = field(default_factory=bytearray)
     sock: socket.socket | None = None
@@ -237,11 +237,11 @@ class _ProbeRun:
             now = time.monotonic()
             # Checked before the select: an answer that has arrived counts even if this process was held up.
             late = now >= self._end
-            while self._waiting and self._waiting[0].due <= now and len(self._open) < self._room:
+            while self._waiting and self._waiting[0].due_at <= now and len(self._open) < self._room:
                 self._dial(self._waiting.popleft())
             until = self._end
             if self._waiting and len(self._open) < self._room:
-                until = min(until, self._waiting[0].due)
+                until = min(until, self._waiting[0].due_at)
             if not self._waiting and not self._open:
                 break
             for key, _ in self._selector.select(max(0.0, until - now)):
@@ -316,10 +316,10 @@ class _ProbeRun:
     def _on_refusal(self, call: _Attempt) -> None:
         """Count a refusal. The second one is the result; the first is tried again after `REFUSAL_CONFIRM_S`."""
         self._close(call)
-        if call.refused:
+        if call.was_refused:
             self.results[call.node] = ProbeRefused()
         else:
-            call.refused, call.due = True, time.monotonic() + REFUSAL_CONFIRM_S
+            call.was_refused, call.due_at = True, time.monotonic() + REFUSAL_CONFIRM_S
             self._waiting.append(call)
 
     def _on_reset(self, call: _Attempt, text: str) -> None:
@@ -328,7 +328,7 @@ class _ProbeRun:
             self._set_result(call, ProbeNoAnswer(text))
             return
         self._close(call)
-        call.was_reset, call.due = True, time.monotonic()
+        call.was_reset, call.due_at = True, time.monotonic()
         call.received.clear()
         self._waiting.appendleft(call)
 
@@ -346,7 +346,7 @@ class _ProbeRun:
 
     def _silence_text(self, call: _Attempt) -> str:
         """Return the sentence for a node that has not answered in time, with how far the attempt came."""
-        before = "refused once, then " if call.refused else "reset once, then " if call.was_reset else ""
+        before = "refused once, then " if call.was_refused else "reset once, then " if call.was_reset else ""
         if call.sock is None:
             return before + ("there was no time to probe again" if before else "not probed: too few file descriptors")
         try:

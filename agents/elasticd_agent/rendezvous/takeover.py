@@ -50,7 +50,7 @@ DEPUTIES_ASKED_FIRST = 8
 """The deputies that every member probes. Only if none of them is without its store does it probe all members."""
 GO_BACK_AFTER_S = 2.0
 """Members that have said that they have lost their store are in the next one by then, unless theirs is back."""
-_HOST_KEY = "host of the store"
+_HOST_PROBE_NAME = "host of the store"
 
 
 def deputies(round: Round) -> list[str]:
@@ -187,7 +187,7 @@ class TakeOver:
             return f"too few members have used {where} for {few_s:.0f} s" if few_s > self._few_s else ""
         address = try_parse_endpoint(life.agent)
         if address is not None and life.agent != self._address:
-            answer = self._network.probe({_HOST_KEY: address}).get(_HOST_KEY)
+            answer = self._network.probe({_HOST_PROBE_NAME: address}).get(_HOST_PROBE_NAME)
             if isinstance(answer, ProbeRefused):
                 return f"{where} is lost: the port of its host's agent is closed"
             if isinstance(answer, ProbeAlive) and answer.store is not None and answer.store.term > life.term:
@@ -206,7 +206,7 @@ class TakeOver:
             return None
         asked = before if hosts else life
         address = try_parse_endpoint(asked.agent)
-        answer = self._network.probe({_HOST_KEY: address}).get(_HOST_KEY) if address is not None else None
+        answer = self._network.probe({_HOST_PROBE_NAME: address}).get(_HOST_PROBE_NAME) if address is not None else None
         if not isinstance(answer, ProbeAlive) or answer.store is None:
             return None
         if store_term(asked.earlier_lives, answer.incarnation) != asked.term:

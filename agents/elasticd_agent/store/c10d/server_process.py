@@ -37,7 +37,7 @@ TOMBSTONE_S = 30.0
 """Much longer than any request: a client that read a key before its deletion, or its name, is done by then."""
 DROP_UNWATCHED_AFTER_S = 4 * WATCH_RECHECK_S
 MAX_CHANGES_PER_TURN = 256
-_MISSING_KEY = tcp.Envelope(tcp.KeyState.TOMBSTONE, 0, "", b"")
+_EMPTY_TOMBSTONE = tcp.Envelope(tcp.KeyState.TOMBSTONE, 0, "", b"")
 
 
 def serve(
@@ -68,7 +68,7 @@ def serve(
 class _Lease:
     ttl_s: float
     count: bytes | None
-    moved_at: float
+    count_moved_at: float
     ended_at: float | None = None
 
 
@@ -145,10 +145,10 @@ class HostMaintenance:
         if lease.ended_at is None:
             if count is not None and (tcp.parse_number(count) or -1) > 0:
                 if count != lease.count:
-                    lease.count, lease.moved_at = count, self.awake_s
+                    lease.count, lease.count_moved_at = count, self.awake_s
                     return
                 # Compared with the count that was read: a renewal in between wins.
-                if self.awake_s - lease.moved_at < lease.ttl_s or not self._wire.swap(
+                if self.awake_s - lease.count_moved_at < lease.ttl_s or not self._wire.swap(
                     tcp.lease_counter_key(name), count, tcp.ENDED_LEASE_COUNT
                 ):
                     return
@@ -216,7 +216,7 @@ class HostMaintenance:
                 if self.awake_s - since < TOMBSTONE_S:
                     gone[key] = (raw, since)
                 elif self._wire.swap(
-                    tcp.value_key(key), raw, (envelope or _MISSING_KEY).encode_tombstone(tcp.KeyState.REMOVING)
+                    tcp.value_key(key), raw, (envelope or _EMPTY_TOMBSTONE).encode_tombstone(tcp.KeyState.REMOVING)
                 ):
                     removed.add(key[len(directory) :])
             self._remove_tombstones(directory, removed)

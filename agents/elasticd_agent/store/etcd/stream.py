@@ -40,7 +40,7 @@ class WatchStream:
 
     def send(self, request: Any) -> None:
         """Never waits, and does nothing after the end."""
-        self._post(self._requests.put_nowait, request)
+        self._call_on_loop(self._requests.put_nowait, request)
 
     def __iter__(self) -> WatchStream:
         return self
@@ -52,9 +52,9 @@ class WatchStream:
         return response
 
     def cancel(self) -> None:
-        self._post(self._cancel)
+        self._call_on_loop(self._cancel)
 
-    def _post(self, call: Callable[..., object], *args: Any) -> None:
+    def _call_on_loop(self, call: Callable[..., object], *args: Any) -> None:
         with _event_loop.lock:  # the loop runs until this stream has left it
             if not self.ended:
                 self._loop.call_soon_threadsafe(call, *args)
