@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, get_args
 
 from elasticd_agent.system.network.control_socket import ControlSocketError
-from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label, shorten
+from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label, shorten_reason
 from elasticd_daemon.api.audit import ACTIONS
 from elasticd_daemon.health.policy import HealthVerdict
 from elasticd_daemon.health.result import CheckResult, GpuUsage
@@ -174,7 +174,7 @@ def failed_job_samples(
         if node in nodes or (is_scheduler and not nodes):
             failed[end.job] = end
     newest = sorted(failed.values(), key=lambda end: end.ended_at)[-MAX_FAILED_JOBS:]
-    return {(JOB_FAILED_AT, (end.job, shorten(end.reason))): end.ended_at for end in newest}
+    return {(JOB_FAILED_AT, (end.job, shorten_reason(end.reason))): end.ended_at for end in newest}
 
 
 class NodeMetrics:

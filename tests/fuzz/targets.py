@@ -266,7 +266,7 @@ def _events(data: bytes) -> None:
             timeline.feed(event)
             report.feed(event if event.job else replace(event, job="j"))
     json.dumps(summarize(timeline, "n1", 200.0).to_dict())
-    report_command.page({**report.document(200.0), "logs": 1})
+    report_command.page({**report.to_json(200.0), "logs": 1})
 
 
 def _dashboard(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:

@@ -10,7 +10,13 @@ import time
 from collections.abc import Callable
 
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.telemetry.console import PROGRESS_S, ConsoleLogHandler, PlainConsole, ProgressView, describe
+from elasticd_agent.telemetry.console import (
+    PROGRESS_INTERVAL_S,
+    ConsoleLogHandler,
+    PlainConsole,
+    ProgressView,
+    describe,
+)
 
 DEADLINE = 40.0
 VIEW = ProgressView(round=3, world_size=4, step=1204, steps_per_second=101.5, restarts=1)
@@ -79,11 +85,11 @@ def test_plain_progress_comes_now_and_then_and_only_when_there_was_some() -> Non
         nonlocal now
         for step in [None, 1, 2, 3]:
             console.progress(ProgressView(1, 2, step=step))
-        now = PROGRESS_S - 1
+        now = PROGRESS_INTERVAL_S - 1
         console.progress(ProgressView(1, 2, step=50))
-        now = PROGRESS_S
+        now = PROGRESS_INTERVAL_S
         console.progress(ProgressView(1, 2, step=51))
-        now = 3 * PROGRESS_S
+        now = 3 * PROGRESS_INTERVAL_S
         console.progress(ProgressView(1, 2, step=51))
 
     lines = plain(write, lambda: now)
@@ -98,7 +104,9 @@ def test_nothing_that_is_said_can_steer_the_terminal() -> None:
 
 def test_the_view_in_words() -> None:
     assert describe(VIEW, 0.0) == ["round 3", "4 workers", "step 1,204", "102 steps/s", "1 restart"]
-    early = ProgressView(round=1, world_size=1, phase="starting", target=2, checkpoint_at=10.0, steps_per_second=0.5)
+    early = ProgressView(
+        round=1, world_size=1, phase="starting", target_world_size=2, checkpoint_at=10.0, steps_per_second=0.5
+    )
     assert describe(early, 3700.0) == [
         "round 1 starting", "1 worker of 2", "0.5 steps/s", "checkpoint 1 h 1 min ago", "no restarts",
     ]  # fmt: skip

@@ -24,7 +24,13 @@ import pytest
 from docs.generate import events
 from elasticd.errors import UsageError
 from elasticd_agent.model.log_events import EVENT_TYPES, CheckpointSavedEvent, JobEndedEvent, RoundPublishedEvent
-from elasticd_agent.telemetry.event_log import KEPT_BYTES, MAX_LINE_BYTES, EventLog, NullEventLog, open_event_log
+from elasticd_agent.telemetry.event_log import (
+    MAX_LINE_BYTES,
+    MAX_UNWRITTEN_BYTES,
+    EventLog,
+    NullEventLog,
+    open_event_log,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,7 +181,7 @@ def test_a_disk_that_stays_full_costs_the_oldest_lines(tmp_path: Path, caplog: p
     log.close()
     found = [json.loads(line)["reason"].split()[0] for line in path.read_bytes().splitlines() if line.endswith(b"}")]
     assert found == [str(number) for number in range(lost, 200)]
-    assert KEPT_BYTES // 3300 <= len(found) <= KEPT_BYTES // 3000
+    assert MAX_UNWRITTEN_BYTES // 3300 <= len(found) <= MAX_UNWRITTEN_BYTES // 3000
     assert f"{lost} lines were lost" in caplog.text
 
 
@@ -190,7 +196,7 @@ def test_a_pipe_whose_reader_stalls_loses_lines_not_time(tmp_path: Path) -> None
     os.close(reader)
     log.write(ended())  # EPIPE
     log.close()
-    assert log.lost > KEPT_BYTES // 3300
+    assert log.lost > MAX_UNWRITTEN_BYTES // 3300
     assert time.monotonic() - begun < 20
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd_agent.telemetry.goodput import WINDOW_S, StepRate
+from elasticd_agent.telemetry.goodput import RATE_WINDOW_S, StepRate
 
 
 def test_a_group_that_resumes_at_step_1000_has_not_made_1000_steps() -> None:
@@ -19,7 +19,7 @@ def test_only_the_last_seconds_count() -> None:
     for second in range(30):
         last = rate.observe(100 * second if second < 15 else 1400 + second, float(second), stepped=True)
     assert last == 1.0
-    assert rate.observe(1429, 29 + WINDOW_S + 1, stepped=True) is None, "nothing is left to compare with"
+    assert rate.observe(1429, 29 + RATE_WINDOW_S + 1, stepped=True) is None, "nothing is left to compare with"
     rate.reset()
     assert rate.observe(1430, 42.0, stepped=True) is None
-    assert rate.observe(1440, 42.0 + WINDOW_S, stepped=True) == 1.0
+    assert rate.observe(1440, 42.0 + RATE_WINDOW_S, stepped=True) == 1.0

@@ -47,7 +47,7 @@ FAILED = line("worker_exited", 130.0, step=20, spent=TimeSplit(19.0, 1.0, 10.0, 
 )
 def test_kind_of_a_round(cause: str, lost: str, planned: bool, kind: str) -> None:
     status = RoundStatus(2, cause=cause, lost_nodes=tuple(lost))
-    assert (status.planned, status.kind) == (planned, kind)
+    assert (status.planned, status.cause_words) == (planned, kind)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_torn_log_raises_nothing_and_counts_no_extra_time(log: list[dict[str, ob
 
 
 def costs(timeline: JobTimeline, now: float) -> dict[int, tuple[float, int | None]]:
-    rounds = timeline.history(now)
+    rounds = timeline.rounds_with_costs(now)
     return {one.round: (one.lost_seconds, one.lost_steps) for one in rounds if one.lost_seconds is not None}
 
 
@@ -206,9 +206,9 @@ def test_numbers_of_the_script_are_bounded_and_follow_the_steps() -> None:
 
 def test_age_and_cost_of_a_checkpoint() -> None:
     saved = CheckpointStatus(5, at=10.0, bytes=2_000_000, blocked_seconds=0.5)
-    assert (saved.aged(12.0).age_seconds, saved.cost) == (2.0, "2 MB, training blocked 0.5 s")
+    assert (saved.with_age(12.0).age_seconds, saved.cost_words) == (2.0, "2 MB, training blocked 0.5 s")
     unknown = CheckpointStatus(5)
-    assert (unknown.aged(12.0), unknown.cost) == (unknown, "")
+    assert (unknown.with_age(12.0), unknown.cost_words) == (unknown, "")
 
 
 def test_end_of_training_in_a_round() -> None:
@@ -242,12 +242,12 @@ def test_lost_nodes_belong_to_the_round_after() -> None:
 
 def test_kept_processes_are_counted() -> None:
     again = (line("round_published", 131.0, 2, world_size=2), line("group_started", 131.1, 2, ranks=(0, 1), kept=1))
-    newest = reported(*STARTED, *CRASHED, *again).newest()
-    assert newest is not None and newest.origins == ["1 of 2 ranks kept the process"]
+    newest = reported(*STARTED, *CRASHED, *again).newest_round()
+    assert newest is not None and newest.origin_phrases == ["1 of 2 ranks kept the process"]
 
 
 @pytest.mark.parametrize(
     ("donor", "origins"), [(None, []), (0, ["resumed from step 21, saved by rank 0 after the fault"])]
 )
 def test_round_says_which_rank_saved_its_state(donor: int | None, origins: list[str]) -> None:
-    assert RoundStatus(2, resumed_step=21, donor=donor).origins == origins
+    assert RoundStatus(2, resumed_step=21, donor=donor).origin_phrases == origins

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from elasticd_agent.telemetry.event_log import NullEventLog
-from elasticd_agent.telemetry.traces import CLOSE_S, MAX_WAITING, JobSpans, TracedEvents, traced
+from elasticd_agent.telemetry.traces import CLOSE_S, MAX_QUEUED_EVENTS, JobSpans, TracingEventSink, with_traces
 from tests import log_lines
 
 SECOND = 10**9
@@ -141,13 +141,13 @@ def test_a_collector_that_never_answers_costs_no_time(collector: Collector, monk
     """The events beyond what is kept are no spans."""
     collector.answers.clear()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-    sink = TracedEvents(NullEventLog(), "j", "a")
+    sink = TracingEventSink(NullEventLog(), "j", "a")
     try:
         sink.write(log_lines.line("round_published", 0, 1).event)
         sink.write(log_lines.line("checkpoint_saved", 0, 1).event)
         assert collector.asked.wait(30)
         began = time.monotonic()
-        for _ in range(2 * MAX_WAITING):
+        for _ in range(2 * MAX_QUEUED_EVENTS):
             sink.write(log_lines.line("scalars", 0, 1).event)
         sink.close()
         assert time.monotonic() - began < CLOSE_S + 20.0
@@ -171,12 +171,12 @@ def test_a_collector_that_never_answers_costs_no_time(collector: Collector, monk
 )
 def test_nothing_is_sent_unless_configured(environ: dict[str, str]) -> None:
     log = NullEventLog()
-    assert traced(log, "j", "a", environ) is log
+    assert with_traces(log, "j", "a", environ) is log
 
 
 def test_nothing_is_imported_unless_configured() -> None:
     code = (
-        "import sys; from elasticd_agent.job.reporting import traced; traced(None, 'j', 'a', {});"
+        "import sys; from elasticd_agent.job.reporting import with_traces; with_traces(None, 'j', 'a', {});"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -39,7 +39,7 @@ from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log, metrics
 from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole
 from elasticd_agent.telemetry.goodput import follows_fault, lost_nodes
-from elasticd_agent.telemetry.traces import traced
+from elasticd_agent.telemetry.traces import with_traces
 from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs, shows_all_ranks_apart
 
 
@@ -140,7 +140,7 @@ class JobReporter:
         idle_s = 0.0 if job.observation is None else job.observation.idle_s
         if follows_fault(round) and job.observation is not None:
             job.recovery.start(now - idle_s)  # unless this node has observed the fault itself
-        job.recovery.mark("agree", now)
+        job.recovery.end_part("agree", now)
         ranks, restart_cause = round.ranks(self.node), None if job.round is None else cause
         self.metrics.round_published(round.number, round.world_size, job.max_workers(round), ranks, restart_cause)
         job.running_round = round, now
@@ -274,7 +274,7 @@ class Reporting(contextlib.ExitStack):
 
     def open_events(self, job: str, node: str) -> event_log.EventSink:
         """Open the event log. Raises UsageError for a file that cannot be opened."""
-        return traced(event_log.open_event_log(self._settings.event_log, job, node), job, node, os.environ)
+        return with_traces(event_log.open_event_log(self._settings.event_log, job, node), job, node, os.environ)
 
     def make_metrics(self, job: str, node: str) -> metrics.Metrics:
         """Make the metrics. They are counted also where no port serves them, since the summary at

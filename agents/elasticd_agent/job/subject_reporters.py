@@ -66,7 +66,7 @@ class JobContext:
         Every line thus carries the totals of goodput, restarts and waiting: the last line of a log that was cut off is
         enough to know how the time was spent.
         """
-        self.events.write(replace(event, spent=self.goodput.recorded_at(event.mono)))
+        self.events.write(replace(event, spent=self.goodput.totals_for_log(event.mono)))
 
     def max_workers(self, round: Round) -> int:
         """The most workers that the job may have; other nodes can have more slots than this one."""
@@ -139,7 +139,7 @@ class WorkerReporter:
         self._pids = {STORE_RANK: started.store_pid, **dict(enumerate(started.pids))}
         self._started_at = now
         self._ending_since = None
-        job.recovery.mark("start", now)
+        job.recovery.end_part("start", now)
         job.metrics.group_started(len(started.pids), started.warm)
         self._kept_workers = len(started.kept)
         how = "forked from the warm launcher" if started.warm else "started cold"
@@ -228,7 +228,7 @@ class WorkerReporter:
         if any(local_rank != STORE_RANK for local_rank in self._pids):
             self._start_fault(number, now)  # workers without an exit status: their owner was killed
         job.goodput.on_group_ended(number, now)
-        job.recovery.mark("stop", now)
+        job.recovery.end_part("stop", now)
         job.metrics.group_ended()
         self.on_group_ended(number)
         survivors = tuple(pid for pid, round in self._unkillable.items() if round == number)
@@ -312,8 +312,8 @@ class ProgressReporter:
         job.metrics.event_lines_lost(job.events.lost)
         job.console.progress(
             ProgressView(
-                round.number, round.world_size, target=job.max_workers(round), step=job.step, steps_per_second=rate,
-                checkpoint_at=self._saved_at, restarts=round.restarts,
+                round.number, round.world_size, target_world_size=job.max_workers(round), step=job.step,
+                steps_per_second=rate, checkpoint_at=self._saved_at, restarts=round.restarts,
             )
         )  # fmt: skip
 
@@ -429,8 +429,8 @@ class HangReporter:
         if verdict.kills_group:
             job.recovery.start(now - verdict.hung_s)
             if self._suspected_at is not None:
-                job.recovery.mark("detect", self._suspected_at)
-            job.recovery.mark("evidence", now)
+                job.recovery.end_part("detect", self._suspected_at)
+            job.recovery.end_part("evidence", now)
         nodes, ranks, slots = zip(*culprits, strict=True) if culprits else ((), (), ())
         job.write(
             events.HangDetectedEvent(

@@ -16,8 +16,8 @@ from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 
 Level = Literal["info", "warning", "error"]
-PROGRESS_S = 30.0
-_LEVELS: dict[Level, str] = {"info": "", "warning": "warning: ", "error": "error: "}
+PROGRESS_INTERVAL_S = 30.0
+_LEVEL_PREFIXES: dict[Level, str] = {"info": "", "warning": "warning: ", "error": "error: "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ProgressView:
     round: int
     world_size: int
     phase: str = "running"
-    target: int | None = None
+    target_world_size: int | None = None
     step: int | None = None
     steps_per_second: float | None = None
     checkpoint_at: float | None = None  # CLOCK_MONOTONIC
@@ -37,8 +37,8 @@ class ProgressView:
 def describe(view: ProgressView, now: float) -> list[str]:
     """The view in words, most important first. `now` is CLOCK_MONOTONIC."""
     workers = count(view.world_size, "worker")
-    if view.target is not None and view.target != view.world_size:
-        workers += f" of {view.target}"
+    if view.target_world_size is not None and view.target_world_size != view.world_size:
+        workers += f" of {view.target_world_size}"
     parts = [f"round {view.round}" + ("" if view.phase == "running" else f" {view.phase}"), workers]
     if view.step is not None:
         parts.append(f"step {view.step:,}")
@@ -79,19 +79,19 @@ class PlainConsole:
         the count is shown with the next one.
         """
         stamp = time.strftime("%Y-%m-%d %H:%M:%S%z")
-        line = f"{stamp} elasticd[{self._job}] {_LEVELS[level]}" + visible(sentence, "\t\n") + "\n"
+        line = f"{stamp} elasticd[{self._job}] {_LEVEL_PREFIXES[level]}" + visible(sentence, "\t\n") + "\n"
         data = line.encode("utf-8", "backslashreplace")
         if self._lost:
             data = f"[elasticd: {self._lost} lines are missing here: the output was blocked]\n".encode() + data
         self._lost = 0 if self._outlet.put(data) else self._lost + 1
 
     def progress(self, view: ProgressView) -> None:
-        """At most one line in PROGRESS_S, and only after new steps."""
+        """At most one line in PROGRESS_INTERVAL_S, and only after new steps."""
         now = self._clock()
         if view.step is None or now < self._due or (self._last is not None and view.step == self._last.step):
             return
         self._last = view
-        self._due = now + PROGRESS_S
+        self._due = now + PROGRESS_INTERVAL_S
         self.log(", ".join(describe(view, now)))
 
     def starting(self, what: str) -> None:

@@ -2,8 +2,8 @@
 
 A line is one write to a file opened for appending, so writers never mix within a line, and it survives the agent's own
 SIGKILL. Once the file is open, logging never raises, blocks on a pipe without a reader, or grows without bound. Lines
-that cannot be written, as on a full disk, are kept and written with the next one, in order; of more than KEPT_BYTES the
-oldest are lost, and counted.
+that cannot be written, as on a full disk, are kept and written with the next one, in order; of more than
+MAX_UNWRITTEN_BYTES the oldest are lost, and counted.
 
 The log is the record of last resort. `explain`, `status`, the dashboard and reports read it after everything else is
 gone, so a line must be complete by itself: it names its job, its node and its time, and its reason is the sentence that
@@ -31,10 +31,10 @@ from elasticd.errors import UsageError
 from elasticd_agent.model.log_events import FORMAT_VERSION, MAX_LINE_BYTES, LogEvent
 
 # Long enough for any path and a sentence about it; a Python traceback in a reason is cut.
-MAX_TEXT = 4096
-_CUT_LIMITS = ((MAX_TEXT, 4096), (256, 256), (64, 8))
+MAX_TEXT_CHARS = 4096
+_CUT_LIMITS = ((MAX_TEXT_CHARS, 4096), (256, 256), (64, 8))
 
-KEPT_BYTES = 256 << 10
+MAX_UNWRITTEN_BYTES = 256 << 10
 """The size of the lines that wait until they can be written; about 500 lines."""
 
 _log = logging.getLogger("elasticd.eventlog")
@@ -102,7 +102,7 @@ class EventLog:
                 self._rotate(self._most_bytes)
             self._unwritten.append(line)
             self._write_all()
-            while sum(map(len, self._unwritten)) > KEPT_BYTES:
+            while sum(map(len, self._unwritten)) > MAX_UNWRITTEN_BYTES:
                 self._unwritten.popleft()
                 self.lost += 1
 
@@ -133,15 +133,15 @@ class EventLog:
             try:
                 written = os.write(self._fd, line)
             except OSError as error:
-                self._warn(error.strerror or str(error))
+                self._warn_once(error.strerror or str(error))
                 return
             self._partial_line = written < len(line)
             if self._partial_line:
-                self._warn("only a part of a line could be written")
+                self._warn_once("only a part of a line could be written")
                 return
             self._unwritten.popleft()
 
-    def _warn(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         if not self._warned:
             self._warned = True
             _log.warning("event log %s: %s; the job continues, and the lines are written later", self._path, why)
@@ -165,7 +165,7 @@ def open_event_log(path: Path | None, job: str, node: str, most_bytes: int | Non
 
 
 def encode(record: LogEvent, job: str, node: str) -> bytes:
-    """One line with its newline, at most MAX_LINE bytes; what does not fit is cut and the line says `"cut": true`."""
+    """One line with its newline, at most MAX_LINE_BYTES; what does not fit is cut and the line says `"cut": true`."""
     # Derived from `mono`: the time of the event, however late it is written.
     wall = time.time() - (time.monotonic() - record.mono)
     head = {

@@ -129,7 +129,7 @@ class GoodputTracker:
     ledger: GoodputLedger
     backoff_s: tuple[float, ...]  #: the waits before restarts without progress, as in the policy
     _ended_round: int = 0  # rounds up to this one have ended, whatever their workers still do
-    _round: int = 0
+    _round_number: int = 0
     _left_out: bool = False  # the newest round runs without this node
     _next_backoff_s: float = 0.0  # the backoff to expect if this round fails without progress
     _base_step: int = 0  # the offset of a plain script's steps in this round
@@ -139,7 +139,7 @@ class GoodputTracker:
     def totals_at(self, now: float) -> TimeSplit:
         return self.ledger.totals_at(now)
 
-    def recorded_at(self, at: float) -> TimeSplit:
+    def totals_for_log(self, at: float) -> TimeSplit:
         """The split until `at` for the event log, whose readers add what follows to `state`."""
         times = self.ledger.totals_at(at)
         return TimeSplit(round(times.useful, 3), round(times.lost, 3), round(times.idle, 3), self.ledger.state)
@@ -151,7 +151,7 @@ class GoodputTracker:
         if follows_fault(round):
             self.on_fault(round.number - 1, now)
         self._end_rounds(round.number - 1)
-        self._round = round.number
+        self._round_number = round.number
         self._last_step = 0
         self._left_out = round.member(self.node) is None
         self._next_backoff_s = self.backoff_s[min(round.budget.streak, len(self.backoff_s) - 1)]
@@ -175,8 +175,8 @@ class GoodputTracker:
             return None  # its number may be that of the restored step already
         step = seen.step if seen.has_session else self._base_step + seen.step
         before = self.ledger
-        if seen.round <= self._ended_round or seen.round != self._round:
-            self.ledger = before.on_late_step(step, at) if seen.round == self._round else before
+        if seen.round <= self._ended_round or seen.round != self._round_number:
+            self.ledger = before.on_late_step(step, at) if seen.round == self._round_number else before
             return None
         if step > self._last_step:  # else they make no step, as in a pause
             at = at if self._last_step else seen.first_step_at
@@ -204,12 +204,12 @@ class GoodputTracker:
     def on_group_ended(self, number: int, now: float) -> None:
         """All processes of round `number` are gone."""
         self._end_rounds(number)
-        if number >= self._round:
+        if number >= self._round_number:
             self.ledger = self.ledger.on_wait(now + self._next_backoff_s + AGREEMENT_S)
 
     def on_waiting(self, now: float) -> None:
         """The leader waits, perhaps for more nodes while a round runs."""
-        if self._ended_round >= self._round:
+        if self._ended_round >= self._round_number:
             self.ledger = self.ledger.on_wait(now)
 
     def _end_rounds(self, number: int) -> None:
@@ -226,7 +226,7 @@ class RecoveryTimer:
     """The time from a fault to the first step of the round after it. Times are monotonic seconds."""
 
     fault_at: float | None = None
-    _last: float = 0.0
+    _last_mark_at: float = 0.0
     _parts: dict[str, float] = field(default_factory=dict)
     _started: bool = False  # a round has started since the fault
 
@@ -236,24 +236,24 @@ class RecoveryTimer:
         A round that started and made no step, though, ends here: its time goes to `first_step`.
         """
         if self.fault_at is None:
-            self.fault_at = self._last = at
+            self.fault_at = self._last_mark_at = at
             self._parts = {}
         elif self._started:
-            self.mark("first_step", at)
+            self.end_part("first_step", at)
         self._started = False
 
-    def mark(self, part: str, at: float) -> None:
+    def end_part(self, part: str, at: float) -> None:
         """`part` ended at `at`. Ignored without a fault."""
         if self.fault_at is not None:
-            self._parts[part] = self._parts.get(part, 0.0) + max(0.0, at - self._last)
-            self._last = max(self._last, at)
+            self._parts[part] = self._parts.get(part, 0.0) + max(0.0, at - self._last_mark_at)
+            self._last_mark_at = max(self._last_mark_at, at)
             self._started = self._started or part == "start"
 
     def finish(self, at: float) -> tuple[float, dict[str, float]] | None:
         """The first step was made at `at`: seconds in all, and by part. None without a fault."""
         if self.fault_at is None:
             return None
-        self.mark("first_step", at)
+        self.end_part("first_step", at)
         seconds, parts = at - self.fault_at, self._parts
         self.fault_at = None
         self._parts = {}
@@ -261,8 +261,8 @@ class RecoveryTimer:
         return seconds, parts
 
 
-WINDOW_S = 10.0
-MIN_WINDOW_S = 0.5
+RATE_WINDOW_S = 10.0
+MIN_RATE_WINDOW_S = 0.5
 
 
 @dataclass(slots=True)
@@ -281,7 +281,7 @@ class StepRate:
             self._samples.clear()
             return None
         self._samples.append((now, step))
-        while self._samples[0][0] < now - WINDOW_S:
+        while self._samples[0][0] < now - RATE_WINDOW_S:
             self._samples.popleft()
         then, first = self._samples[0]
-        return (step - first) / (now - then) if now - then > MIN_WINDOW_S else None
+        return (step - first) / (now - then) if now - then > MIN_RATE_WINDOW_S else None

@@ -43,10 +43,10 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  #: of a histogram
     label_sets: int = 1  #: how many sets of values its labels can have; 0: one for each rank or health check
-    values: tuple[str, ...] = ()  #: of its only label, if there is a series for each from the start
+    initial_label_values: tuple[str, ...] = ()  #: of its only label, if there is a series for each from the start
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "label_sets", len(self.values) or self.label_sets)
+        object.__setattr__(self, "label_sets", len(self.initial_label_values) or self.label_sets)
 
     @property
     def kind(self) -> Literal["gauge", "counter", "histogram"]:
@@ -58,26 +58,26 @@ def escape_label(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def shorten(reason: str) -> str:
+def shorten_reason(reason: str) -> str:
     """A reason as a label's value: one line of at most MAX_REASON_CHARS."""
     return shortened(" ".join(reason.split()), MAX_REASON_CHARS)
 
 
 AGENT_UP = MetricSpec("elasticd_agent_up", "1 while the agent runs; the last scrape before it ends still shows 1.")
 AGENT_INFO = MetricSpec("elasticd_agent_info", "Always 1; the labels say which agent this is.", ("version",))
-AGENT_START = MetricSpec("elasticd_agent_start_timestamp_seconds", "Unix time the agent started.")
+AGENT_START_TIMESTAMP = MetricSpec("elasticd_agent_start_timestamp_seconds", "Unix time the agent started.")
 JOB_PHASE = MetricSpec(
     "elasticd_job_phase",
     f"1 for the phase the agent of this node is in, 0 for the others: {', '.join(PHASES)}.",
     ("phase",),
     label_sets=len(PHASES),
 )
-TIME = MetricSpec(
+TIME_BY_STATE = MetricSpec(
     "elasticd_time_seconds_total",
     "This node's time: useful (steps beyond the highest one so far), lost (from the last step before a fault until a "
     "step beyond the highest one) or idle (before the job's first step, waiting for nodes, pauses).",
     ("state",),
-    values=TIME_STATES,
+    initial_label_values=TIME_STATES,
 )
 ROUND = MetricSpec("elasticd_round", "Number of the current round.")
 ROUND_INFO = MetricSpec(
@@ -86,7 +86,9 @@ ROUND_INFO = MetricSpec(
     f"last round the outcome of the job) and its reason in at most {MAX_REASON_CHARS} characters.",
     ("round", "cause", "reason"),
 )
-ROUND_START = MetricSpec("elasticd_round_start_timestamp_seconds", "Unix time this node received the current round.")
+ROUND_START_TIMESTAMP = MetricSpec(
+    "elasticd_round_start_timestamp_seconds", "Unix time this node received the current round."
+)
 WORLD_SIZE = MetricSpec("elasticd_world_size", "Workers in the current round, over all nodes.")
 WORLD_SIZE_TARGET = MetricSpec(
     "elasticd_world_size_target", "Workers of the job at its maximal number of nodes, with no slot quarantined."
@@ -100,7 +102,7 @@ RESTARTS = MetricSpec(
     "elasticd_restarts_total",
     f"Rounds after the first, by cause: {', '.join(RESTART_CAUSES)}.",
     ("cause",),
-    values=RESTART_CAUSES,
+    initial_label_values=RESTART_CAUSES,
 )
 FAULTS_TOTAL = MetricSpec(
     "elasticd_faults_total",
@@ -109,26 +111,26 @@ FAULTS_TOTAL = MetricSpec(
     ("cause", "culprit"),
     label_sets=2 * len(FAULT_CAUSES) + MAX_CULPRITS,
 )
-BUDGET = MetricSpec(
+BUDGET_REMAINING = MetricSpec(
     "elasticd_restart_budget_remaining",
     "Restarts left before the job fails, without progress: in a row, or within the hour if these are fewer; or of "
     "`max_restarts`. Progress and time restore the former. Not every node sees all progress: the highest value over "
     "the nodes is right.",
 )
-EXITS = MetricSpec(
+WORKER_EXITS = MetricSpec(
     "elasticd_worker_exits_total",
     "Worker processes of this node that ended: success, exit_code (non-zero), signal, requested (by the agent).",
     ("kind",),
-    values=EXIT_KINDS,
+    initial_label_values=EXIT_KINDS,
 )
-STEP = MetricSpec("elasticd_step", "Last optimizer step finished by any worker of this node.")
+LAST_STEP = MetricSpec("elasticd_step", "Last optimizer step finished by any worker of this node.")
 WORKER_STEP = MetricSpec(
     "elasticd_worker_step",
     "Last optimizer step finished by the rank; only ranks of the current round.",
     ("rank",),
     label_sets=0,
 )
-STEPS = MetricSpec(
+STEPS_TOTAL = MetricSpec(
     "elasticd_steps_total", "Optimizer steps finished by this node's fastest worker, repeated ones as well."
 )
 STEP_SECONDS = MetricSpec(
@@ -140,7 +142,7 @@ STEPS_PER_SECOND = MetricSpec("elasticd_steps_per_second", "Recent optimizer ste
 LAST_PROGRESS = MetricSpec(
     "elasticd_last_progress_timestamp_seconds", "Unix time of the last step finished by a worker of this node."
 )
-FIRST_STEP = MetricSpec(
+START_TO_FIRST_STEP = MetricSpec(
     "elasticd_start_to_first_step_seconds", "From the start of the round's workers to its first finished step."
 )
 RECOVERY = MetricSpec(
@@ -158,17 +160,17 @@ CHECKPOINTS_DROPPED = MetricSpec(
     "elasticd_checkpoints_dropped_total",
     "States that were in memory only, because a newer one took their place before they were on the disk.",
 )
-CHECKPOINT_WRITTEN = MetricSpec(
+CHECKPOINT_WRITTEN_SECONDS = MetricSpec(
     "elasticd_checkpoint_last_written_seconds", "From the begin of the last save until it was on the disk."
 )
 SNAPSHOT_STEP = MetricSpec("elasticd_snapshot_last_step", "Step of the last save that was whole in memory here.")
-SNAPSHOT_TIME = MetricSpec(
+SNAPSHOT_TIMESTAMP = MetricSpec(
     "elasticd_snapshot_last_timestamp_seconds", "Unix time the last save was whole in memory here."
 )
 DONOR_RESUMES = MetricSpec(
     "elasticd_donor_resumes_total", "Rounds that resumed from a state saved by a rank after the fault."
 )
-DONOR_STEPS = MetricSpec(
+DONOR_STEPS_SAVED = MetricSpec(
     "elasticd_donor_steps_saved_total",
     "Steps that such states were ahead of the newest checkpoint on the disk, and were not trained again.",
 )
@@ -176,12 +178,12 @@ CHECKPOINTS_SKIPPED = MetricSpec("elasticd_checkpoints_skipped_total", "Checkpoi
 CHECKPOINT_STEP = MetricSpec(
     "elasticd_checkpoint_last_step", "Step of the last checkpoint written here, or resumed from."
 )
-CHECKPOINT_TIME = MetricSpec(
+CHECKPOINT_TIMESTAMP = MetricSpec(
     "elasticd_checkpoint_last_timestamp_seconds",
     "Unix time the last checkpoint was written here, or another node's was resumed from.",
 )
 CHECKPOINT_BYTES = MetricSpec("elasticd_checkpoint_last_size_bytes", "Size of the last checkpoint written.")
-CHECKPOINT_SECONDS = MetricSpec(
+CHECKPOINT_BLOCKED_SECONDS = MetricSpec(
     "elasticd_checkpoint_last_write_seconds", "How long training paused for the last checkpoint."
 )
 CHECKPOINT_INTERVAL = MetricSpec(
@@ -192,7 +194,7 @@ LAUNCHER_STARTS = MetricSpec(
     "elasticd_launcher_starts_total",
     "Worker groups started on this node: warm (forked) or cold.",
     ("mode",),
-    values=START_MODES,
+    initial_label_values=START_MODES,
 )
 HANG_SUSPICIONS = MetricSpec(
     "elasticd_hang_suspicions_total", "Times this node's agent suspected a hang; most suspicions clear by themselves."
@@ -221,7 +223,7 @@ RECOVERY_PART = MetricSpec(
     "next round was agreed on (agree), until the old group had ended (stop), until the new one had started (start), "
     "until its first step (first_step). A part that overlaps another one counts from the end of that one.",
     ("part",),
-    values=RECOVERY_PARTS,
+    initial_label_values=RECOVERY_PARTS,
     buckets=(0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0),
 )
 STRAGGLER_RATIO = MetricSpec(
@@ -233,7 +235,7 @@ STRAGGLER_RATIO = MetricSpec(
 STUCK_PROCESSES = MetricSpec("elasticd_stuck_processes", "Processes of this node that survived SIGKILL so far.")
 STORE_UP = MetricSpec("elasticd_store_up", "1 while the rendezvous store answers this agent, else 0.")
 STORE_OUTAGES = MetricSpec("elasticd_store_outages_total", "Times the store became unavailable to this agent.")
-LEASE = MetricSpec("elasticd_lease_seconds", "Time to live of this agent's lease, as granted by the store.")
+LEASE_TTL = MetricSpec("elasticd_lease_seconds", "Time to live of this agent's lease, as granted by the store.")
 LEASE_RENEWAL = MetricSpec(
     "elasticd_lease_renewal_seconds",
     "How long a renewal of this agent's lease took, also one that failed; absent for a job on one node.",
@@ -242,12 +244,12 @@ LEASE_RENEWAL = MetricSpec(
 LINES_LOST = MetricSpec("elasticd_event_log_lines_lost_total", "Event-log lines that could not be written.")
 
 METRICS: tuple[MetricSpec, ...] = (
-    AGENT_UP, AGENT_INFO, AGENT_START, JOB_PHASE, TIME, ROUND, ROUND_INFO, ROUND_START, WORLD_SIZE, WORLD_SIZE_TARGET,
-    WORKERS_RUNNING, SPARES, RESTARTS, FAULTS_TOTAL, BUDGET, EXITS, STEP, WORKER_STEP, STEPS, STEP_SECONDS,
-    STEPS_PER_SECOND,
-    LAST_PROGRESS, FIRST_STEP, RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINT_FAILED_AT,
-    CHECKPOINTS_SKIPPED, CHECKPOINT_STEP, CHECKPOINT_TIME, CHECKPOINT_BYTES, CHECKPOINT_SECONDS, CHECKPOINT_INTERVAL,
-    CHECKPOINTS_DROPPED, CHECKPOINT_WRITTEN, SNAPSHOT_STEP, SNAPSHOT_TIME, DONOR_RESUMES, DONOR_STEPS,
-    LAUNCHER_STARTS, HANG_SUSPICIONS, HANGS_TOTAL, LAST_HANG, HANG_DETECTION, STRAGGLER_RATIO, STUCK_PROCESSES,
-    STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LINES_LOST,
+    AGENT_UP, AGENT_INFO, AGENT_START_TIMESTAMP, JOB_PHASE, TIME_BY_STATE, ROUND, ROUND_INFO, ROUND_START_TIMESTAMP,
+    WORLD_SIZE, WORLD_SIZE_TARGET, WORKERS_RUNNING, SPARES, RESTARTS, FAULTS_TOTAL, BUDGET_REMAINING, WORKER_EXITS,
+    LAST_STEP, WORKER_STEP, STEPS_TOTAL, STEP_SECONDS, STEPS_PER_SECOND, LAST_PROGRESS, START_TO_FIRST_STEP,
+    RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINT_FAILED_AT, CHECKPOINTS_SKIPPED,
+    CHECKPOINT_STEP, CHECKPOINT_TIMESTAMP, CHECKPOINT_BYTES, CHECKPOINT_BLOCKED_SECONDS, CHECKPOINT_INTERVAL,
+    CHECKPOINTS_DROPPED, CHECKPOINT_WRITTEN_SECONDS, SNAPSHOT_STEP, SNAPSHOT_TIMESTAMP, DONOR_RESUMES,
+    DONOR_STEPS_SAVED, LAUNCHER_STARTS, HANG_SUSPICIONS, HANGS_TOTAL, LAST_HANG, HANG_DETECTION, STRAGGLER_RATIO,
+    STUCK_PROCESSES, STORE_UP, STORE_OUTAGES, LEASE_TTL, LEASE_RENEWAL, LINES_LOST,
 )  # fmt: skip

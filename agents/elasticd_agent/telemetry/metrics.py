@@ -53,7 +53,7 @@ class Metrics:
         self._job = job_id
         self._node = node
         self._registry = self._library.CollectorRegistry()
-        self._families: dict[str, Any] = {spec.name: self._family(spec) for spec in names.METRICS}
+        self._families: dict[str, Any] = {spec.name: self._make_family(spec) for spec in names.METRICS}
         self._ranks: frozenset[int] = frozenset()
         self._stragglers: frozenset[int] = frozenset()
         self._culprits: dict[str, set[tuple[str, str]]] = {}
@@ -67,18 +67,18 @@ class Metrics:
         self._step: tuple[int, float] | None = None  # the last one of this round, and when
         self._series(names.AGENT_UP).set(1)
         self._series(names.AGENT_INFO, version).set(1)
-        self._series(names.AGENT_START).set(time.time())
+        self._series(names.AGENT_START_TIMESTAMP).set(time.time())
         for cause in HANGS:
             self._series(names.HANGS_TOTAL, cause, "")
         for cause in names.FAULT_CAUSES:
             self._series(names.FAULTS_TOTAL, cause, "")
         for spec in names.METRICS:
-            for value in spec.values:
+            for value in spec.initial_label_values:
                 self._series(spec, value)
             if spec.kind != "gauge" and not spec.labels and spec is not names.LEASE_RENEWAL:
                 self._series(spec)
 
-    def _family(self, spec: MetricSpec) -> Any:
+    def _make_family(self, spec: MetricSpec) -> Any:
         labels = ("job_id", "node", *spec.labels)
         if spec.kind == "histogram":
             return self._library.Histogram(spec.name, spec.help, labels, registry=self._registry, buckets=spec.buckets)
@@ -88,7 +88,7 @@ class Metrics:
     def _series(self, spec: MetricSpec, *labels: str) -> Any:
         return self._families[spec.name].labels(self._job, self._node, *labels)
 
-    def _drop(self, spec: MetricSpec, *labels: str) -> None:
+    def _drop_series(self, spec: MetricSpec, *labels: str) -> None:
         self._families[spec.name].remove(self._job, self._node, *labels)
 
     def round_published(
@@ -102,15 +102,15 @@ class Metrics:
             self._series(names.RESTARTS, restart_cause if restart_cause in names.RESTART_CAUSES else "other").inc()
         now = frozenset(ranks)
         for rank in self._ranks - now:
-            self._drop(names.WORKER_STEP, str(rank))
+            self._drop_series(names.WORKER_STEP, str(rank))
         self._ranks &= now
         self._step = None
 
     def round_info(self, number: int, cause: str, reason: str, wall: float) -> None:
         """The current round and its reason; it has a series on the leader node only, one at a time."""
-        self._series(names.ROUND_START).set(wall)
+        self._series(names.ROUND_START_TIMESTAMP).set(wall)
         self._show_round(None)
-        self._round = str(number), cause, names.shorten(reason)
+        self._round = str(number), cause, names.shorten_reason(reason)
         self._show_round(self._round if self._leads else None)
 
     def leading(self, on: bool) -> None:
@@ -162,7 +162,7 @@ class Metrics:
 
     def worker_exited(self, kind: str) -> None:
         """`kind`: one of EXIT_KINDS, else KeyError."""
-        self._series(names.EXITS, {known: known for known in names.EXIT_KINDS}[kind]).inc()
+        self._series(names.WORKER_EXITS, {known: known for known in names.EXIT_KINDS}[kind]).inc()
         self._series(names.WORKERS_RUNNING).dec()
 
     def group_ended(self) -> None:
@@ -170,7 +170,7 @@ class Metrics:
         self._series(names.STEPS_PER_SECOND).set(0)
 
     def first_step(self, start_seconds: float, recovery_seconds: float | None) -> None:
-        self._series(names.FIRST_STEP).set(start_seconds)
+        self._series(names.START_TO_FIRST_STEP).set(start_seconds)
         if recovery_seconds is not None:
             self._series(names.RECOVERY).observe(recovery_seconds)
 
@@ -181,11 +181,11 @@ class Metrics:
         self._ranks |= steps.keys()
         if steps:
             newest = max(steps.values())
-            self._series(names.STEP).set(newest)
+            self._series(names.LAST_STEP).set(newest)
             self._series(names.LAST_PROGRESS).set(wall)
             if self._step is not None and newest > self._step[0]:
                 done = newest - self._step[0]
-                self._series(names.STEPS).inc(done)
+                self._series(names.STEPS_TOTAL).inc(done)
                 for _ in range(min(done, MOST_STEPS_PER_LOOK)):
                     self._series(names.STEP_SECONDS).observe(max(0.0, wall - self._step[1]) / done)
             if self._step is None or newest != self._step[0]:
@@ -197,23 +197,23 @@ class Metrics:
         """`seconds`: training was blocked; `written_s`: until it was on the disk."""
         self._series(names.CHECKPOINTS_SAVED).inc()
         self._series(names.CHECKPOINT_STEP).set(step)
-        self._series(names.CHECKPOINT_TIME).set(wall)
+        self._series(names.CHECKPOINT_TIMESTAMP).set(wall)
         self._series(names.CHECKPOINT_BYTES).set(size)
-        self._series(names.CHECKPOINT_SECONDS).set(seconds)
-        self._series(names.CHECKPOINT_WRITTEN).set(written_s)
+        self._series(names.CHECKPOINT_BLOCKED_SECONDS).set(seconds)
+        self._series(names.CHECKPOINT_WRITTEN_SECONDS).set(written_s)
 
     def snapshot(self, step: int, wall: float) -> None:
         self._series(names.SNAPSHOT_STEP).set(step)
-        self._series(names.SNAPSHOT_TIME).set(wall)
+        self._series(names.SNAPSHOT_TIMESTAMP).set(wall)
 
     def checkpoint_resumed(self, step: int, wall: float) -> None:
         """Workers resumed from another node's checkpoint: the steps that a fault would cost count from here."""
         self._series(names.CHECKPOINT_STEP).set(step)
-        self._series(names.CHECKPOINT_TIME).set(wall)
+        self._series(names.CHECKPOINT_TIMESTAMP).set(wall)
 
     def donor_resumed(self, steps_saved: int) -> None:
         self._series(names.DONOR_RESUMES).inc()
-        self._series(names.DONOR_STEPS).inc(steps_saved)
+        self._series(names.DONOR_STEPS_SAVED).inc(steps_saved)
 
     def checkpoint_dropped(self) -> None:
         self._series(names.CHECKPOINTS_DROPPED).inc()
@@ -248,7 +248,7 @@ class Metrics:
         for rank, ratio in ratios.items():
             self._series(names.STRAGGLER_RATIO, str(rank)).set(ratio)
         for rank in self._stragglers - ratios.keys():
-            self._drop(names.STRAGGLER_RATIO, str(rank))
+            self._drop_series(names.STRAGGLER_RATIO, str(rank))
         self._stragglers = frozenset(ratios)
 
     def unkillable_processes(self, processes: int) -> None:
@@ -261,7 +261,7 @@ class Metrics:
 
     def lease(self, ttl_s: float, renewal_s: float | None) -> None:
         """The store granted a lease of `ttl_s`, or a renewal took `renewal_s`."""
-        self._series(names.LEASE).set(ttl_s)
+        self._series(names.LEASE_TTL).set(ttl_s)
         if renewal_s is not None:
             self._series(names.LEASE_RENEWAL).observe(renewal_s)
 
@@ -275,9 +275,11 @@ class Metrics:
         with self._render_lock:
             before, self._exported = self._exported, monotonic_counters(self._exported, self._time_source())
             for state in names.TIME_STATES:
-                self._series(names.TIME, state).inc(max(0.0, getattr(self._exported, state) - getattr(before, state)))
+                self._series(names.TIME_BY_STATE, state).inc(
+                    max(0.0, getattr(self._exported, state) - getattr(before, state))
+                )
             if (left := self._budget_source()) is not None:
-                self._series(names.BUDGET).set(left)
+                self._series(names.BUDGET_REMAINING).set(left)
         return bytes(self._library.generate_latest(_WithoutCreated(self._registry)))
 
 

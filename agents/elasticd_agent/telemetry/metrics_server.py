@@ -22,7 +22,7 @@ from elasticd_agent.system.network.http_server import (
 
 MAX_CONNECTIONS = 16
 """Prometheus, two probes and a person fit many times; a leak in a prober must not cost the agent memory."""
-CONNECTION_SECONDS = 10.0
+CONNECTION_TIMEOUT_S = 10.0
 """Prometheus' own default scrape timeout: a scrape that still waits is never cut."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -74,7 +74,7 @@ class MetricsServer:
         address: str,
         port: int,
         pages: MonitoringPages | HealthPages,
-        connection_s: float = CONNECTION_SECONDS,
+        connection_s: float = CONNECTION_TIMEOUT_S,
         option: str = "--metrics-port",
     ) -> None:
         """Raises UsageError, which begins with `option`, if it cannot listen there. A connection is cut after

@@ -25,7 +25,7 @@ from elasticd_agent.model import log_events as events
 from elasticd_agent.model.log_events import LogLine, TimeSplit
 from elasticd_agent.telemetry.timeline import JobTimeline, RoundStatus
 
-CLOCKS_S = 60.0
+MAX_CLOCK_DIFFERENCE_S = 60.0
 """The clocks of two nodes may differ by this much; a larger difference means another run."""
 MAX_TIMELINES = 20_000
 """Nodes of jobs. Anybody's job can write a log with any number of names."""
@@ -57,7 +57,7 @@ class WorkerTime:
         self.lost += factor * other.lost
         self.idle += factor * other.idle
 
-    def numbers(self) -> dict[str, float | None]:
+    def to_json(self) -> dict[str, float | None]:
         """The sums in seconds, as JSON has them."""
         goodput = self.goodput
         return {
@@ -81,14 +81,14 @@ class _Fault:
     nodes: tuple[str, ...] = ()  #: nodes that were lost
     lost_s: float = 0.0  #: worker seconds
     recovery_s: float | None = None
-    counts: bool = True  #: it happened in the time of the report
+    is_in_report: bool = True  #: it happened in the time of the report
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
     at: float
     round: int
-    places: tuple[tuple[str, int], ...]  #: nodes and ranks; none where a hang has no single cause
+    culprits: tuple[tuple[str, int], ...]  #: nodes and ranks; none where a hang has no single cause
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ class _NodeLog:
     """One node's part in one run of a job."""
 
     timeline: JobTimeline
-    at: float = 0.0  #: of the newest line that was timed
-    seen: TimeSplit = field(default_factory=TimeSplit)
+    timed_until: float = 0.0  #: of the newest line that was timed
+    seen_split: TimeSplit = field(default_factory=TimeSplit)
     workers: int = 0
     unweighed: WorkerTime = field(default_factory=WorkerTime)  #: before its first workers
     time: WorkerTime = field(default_factory=WorkerTime)
@@ -112,15 +112,15 @@ class _Job:
     nodes: set[str] = field(default_factory=set)
     faults: dict[tuple[int, str, int], _Fault] = field(default_factory=dict)  #: by round, cause and time
     failures: dict[int, list[_Failure]] = field(default_factory=dict)
-    at: float = 0.0
+    newest_at: float = 0.0
     outcome: tuple[float, str] | None = None  #: when its newest node ended, and how
     saves: int = 0
     save_s: float = 0.0
-    untimed: int = 0  #: lines without a split of the time
+    untimed_lines: int = 0  #: those without a split of the time
 
 
 @dataclass(slots=True)
-class _Sum:
+class _FaultSum:
     """Faults of one kind."""
 
     faults: int = 0
@@ -130,7 +130,7 @@ class _Sum:
 
     def add(self, fault: _Fault, share: float = 1.0) -> None:
         self.lost_s += share * fault.lost_s
-        if fault.counts:
+        if fault.is_in_report:
             self.faults += 1
             self.causes[fault.cause] = self.causes.get(fault.cause, 0) + 1
             if fault.recovery_s is not None:
@@ -144,7 +144,7 @@ class Report:
     since: float = 0.0
     oldest: float | None = None
     newest: float | None = None
-    left_out: int = 0  #: lines of more than MAX_TIMELINES nodes of jobs
+    left_out_lines: int = 0  #: lines of more than MAX_TIMELINES nodes of jobs
     _logs: dict[tuple[str, str], _NodeLog] = field(default_factory=dict)
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _nodes: dict[str, WorkerTime] = field(default_factory=dict)
@@ -156,11 +156,11 @@ class Report:
         key = line.job, line.node
         log = self._logs.get(key)
         if log is None and len(self._logs) >= MAX_TIMELINES:
-            self.left_out += 1
+            self.left_out_lines += 1
             return
         if log is None or _begins_run(log.timeline, line.event):
             if log is not None:
-                self._close(log, self._jobs[line.job])
+                self._end_run(log, self._jobs[line.job])
             log = self._logs[key] = _NodeLog(JobTimeline())
         job = self._jobs.setdefault(line.job, _Job())
         if line.wall >= self.since:
@@ -171,60 +171,60 @@ class Report:
 
     def _feed(self, log: _NodeLog, job: _Job, line: LogLine) -> None:
         """Take a line of a known run: its event, and by how much its time has grown."""
-        event, at, previous = line.event, line.wall, log.timeline.newest()
-        was_lost = log.timeline.time.state == "lost"
+        event, at, previous = line.event, line.wall, log.timeline.newest_round()
+        was_lost = log.timeline.time_split.state == "lost"
         log.timeline.feed(line)
-        grown = self._growth(log, job, line)
-        job.at = max(job.at, at)
+        grown = self._time_growth(log, job, line)
+        job.newest_at = max(job.newest_at, at)
         match event:
             case events.RoundPublishedEvent():
                 self._on_round(log, job, at, previous)
             case events.WorkerExitedEvent(rank=rank, requested=False) if event.exit_code != 0:
                 log.failed = True
-                _note(job, _Failure(at, event.round, ((line.node, rank),)))
+                _note_failure(job, _Failure(at, event.round, ((line.node, rank),)))
             case events.HangDetectedEvent(action="restart"):
                 log.failed = True
-                _note(job, _Failure(at, event.round, tuple(zip(event.nodes, event.ranks, strict=False))))
+                _note_failure(job, _Failure(at, event.round, tuple(zip(event.nodes, event.ranks, strict=False))))
             case events.FirstStepEvent(recovery_seconds=float(seconds)) if log.fault is not None:
                 if log.fault.recovery_s is None and log.fault.round == event.round:
                     log.fault.recovery_s = seconds
             case events.CheckpointSavedEvent(seconds=seconds) if at >= self.since:
-                newest = log.timeline.newest()
+                newest = log.timeline.newest_round()
                 job.saves += 1
                 job.save_s += seconds * (newest.world_size if newest is not None else 0)
             case events.JobEndedEvent(outcome=outcome):
                 if job.outcome is None or outcome != "left" or not _same_time(at, job.outcome[0]):
                     job.outcome = at, outcome
-        self._weigh(log, line, grown, was_lost=was_lost)
+        self._count_for_workers(log, line, grown, was_lost=was_lost)
 
-    def _growth(self, log: _NodeLog, job: _Job, line: LogLine) -> WorkerTime:
+    def _time_growth(self, log: _NodeLog, job: _Job, line: LogLine) -> WorkerTime:
         """The time that the node's split grew by, as far as it is since the begin of the report."""
         grown, at = WorkerTime(), line.wall
         if line.event.spent is None:
-            job.untimed += 1
+            job.untimed_lines += 1
             return grown
         # A process that continues the log counts from its own begin, not from where the one before it had ended.
-        began = max(at - line.event.spent.total, log.at)
+        began = max(at - line.event.spent.total, log.timed_until)
         part = 1.0 if began >= self.since else max(0.0, at - self.since) / max(at - began, 1e-9)
-        grown.add(log.timeline.time, part)
-        grown.add(log.seen, -part)
-        log.seen, log.at = log.timeline.time, at
+        grown.add(log.timeline.time_split, part)
+        grown.add(log.seen_split, -part)
+        log.seen_split, log.timed_until = log.timeline.time_split, at
         return grown
 
     def _on_round(self, log: _NodeLog, job: _Job, at: float, previous: RoundStatus | None) -> None:
         """Begin to charge lost time to the fault that this round follows, if it follows one."""
-        newest = log.timeline.newest()
+        newest = log.timeline.newest_round()
         assert newest is not None
         log.failed, log.fault = False, None
         if not newest.planned or log.unassigned_s:
             failed, since = (previous.round, previous.at) if previous is not None else (0, at)
-            fault = _Fault(newest.round, at, newest.kind, failed, since, newest.lost_nodes)
-            fault.counts = at >= self.since and not newest.planned
-            log.fault = _merged(job, fault)
+            fault = _Fault(newest.round, at, newest.cause_words, failed, since, newest.lost_nodes)
+            fault.is_in_report = at >= self.since and not newest.planned
+            log.fault = _merge_fault(job, fault)
             log.fault.lost_s += log.unassigned_s
             log.unassigned_s = 0.0
 
-    def _weigh(self, log: _NodeLog, line: LogLine, grown: WorkerTime, *, was_lost: bool) -> None:
+    def _count_for_workers(self, log: _NodeLog, line: LogLine, grown: WorkerTime, *, was_lost: bool) -> None:
         """Count the time for each of the node's workers, and what is lost for the fault that it belongs to."""
         before = log.workers
         if isinstance(line.event, events.GroupStartedEvent):
@@ -245,33 +245,40 @@ class Report:
         else:
             log.unassigned_s += weighed.lost
 
-    def _close(self, log: _NodeLog, job: _Job) -> None:
+    def _end_run(self, log: _NodeLog, job: _Job) -> None:
         """The run has ended, or the log ends here: a fault that no round followed."""
-        newest = log.timeline.newest()
+        newest = log.timeline.newest_round()
         if newest is not None and (log.failed or log.unassigned_s > 0):
-            fault = _Fault(newest.round + 1, log.at, NO_RESTART, newest.round, newest.at, counts=log.at >= self.since)
-            _merged(job, fault).lost_s += log.unassigned_s
+            fault = _Fault(
+                newest.round + 1,
+                log.timed_until,
+                NO_RESTART,
+                newest.round,
+                newest.at,
+                is_in_report=log.timed_until >= self.since,
+            )
+            _merge_fault(job, fault).lost_s += log.unassigned_s
             log.failed, log.unassigned_s = False, 0.0
 
-    def document(self, now: float) -> dict[str, Any]:
+    def to_json(self, now: float) -> dict[str, Any]:
         """All of it, for --json and for the page. The largest losses are first."""
         for (name, _), log in self._logs.items():
-            self._close(log, self._jobs[name])
-        causes: dict[str, _Sum] = {}
-        nodes: dict[str, _Sum] = {}
-        ranks: dict[tuple[str, int, str], _Sum] = {}
-        jobs: dict[str, _Sum] = {}
+            self._end_run(log, self._jobs[name])
+        causes: dict[str, _FaultSum] = {}
+        nodes: dict[str, _FaultSum] = {}
+        ranks: dict[tuple[str, int, str], _FaultSum] = {}
+        jobs: dict[str, _FaultSum] = {}
         for name, job in self._jobs.items():
             for fault in job.faults.values():
-                if not (fault.counts or fault.lost_s):
+                if not (fault.is_in_report or fault.lost_s):
                     continue
-                causes.setdefault(fault.cause, _Sum()).add(fault)
-                jobs.setdefault(name, _Sum()).add(fault)
-                places = _places(fault, job.failures.get(fault.failed_round, ()))
+                causes.setdefault(fault.cause, _FaultSum()).add(fault)
+                jobs.setdefault(name, _FaultSum()).add(fault)
+                places = _culprits(fault, job.failures.get(fault.failed_round, ()))
                 for node, rank in places:
-                    nodes.setdefault(node, _Sum()).add(fault, 1 / len(places))
+                    nodes.setdefault(node, _FaultSum()).add(fault, 1 / len(places))
                     if rank is not None:
-                        ranks.setdefault((name, rank, node), _Sum()).add(fault, 1 / len(places))
+                        ranks.setdefault((name, rank, node), _FaultSum()).add(fault, 1 / len(places))
         total = WorkerTime()
         for job in self._jobs.values():
             total.add(job.time)
@@ -281,30 +288,35 @@ class Report:
             "until": now,
             "oldest": self.oldest,
             "newest": self.newest,
-            **total.numbers(),
+            **total.to_json(),
             "faults": sum(one.faults for one in causes.values()),
             "saves": sum(job.saves for job in self._jobs.values()),
             "save_seconds": round(sum(job.save_s for job in self._jobs.values()), 1),
-            "left_out_lines": self.left_out,
-            "causes": _sorted({"cause": cause, **_numbers(one)} for cause, one in causes.items()),
-            "nodes": _sorted(
-                {"node": node, **self._nodes.get(node, WorkerTime()).numbers(), **_blamed(nodes.get(node, _Sum()))}
+            "left_out_lines": self.left_out_lines,
+            "causes": _by_cost({"cause": cause, **_sums_to_json(one)} for cause, one in causes.items()),
+            "nodes": _by_cost(
+                {
+                    "node": node,
+                    **self._nodes.get(node, WorkerTime()).to_json(),
+                    **_culprit_to_json(nodes.get(node, _FaultSum())),
+                }
                 for node in {**self._nodes, **nodes}
             ),
-            "ranks": _sorted(
-                {"job": name, "rank": rank, "node": node, **_blamed(one)} for (name, rank, node), one in ranks.items()
+            "ranks": _by_cost(
+                {"job": name, "rank": rank, "node": node, **_culprit_to_json(one)}
+                for (name, rank, node), one in ranks.items()
             ),
-            "jobs": _sorted(
+            "jobs": _by_cost(
                 {
                     "job": name,
                     "nodes": sorted(job.nodes),
-                    **job.time.numbers(),
-                    "faults": jobs.get(name, _Sum()).faults,
+                    **job.time.to_json(),
+                    "faults": jobs.get(name, _FaultSum()).faults,
                     "saves": job.saves,
                     "save_seconds": round(job.save_s, 1),
                     "outcome": _outcome(job),
-                    "newest": job.at,
-                    "is_timed": not job.untimed,
+                    "newest": job.newest_at,
+                    "is_timed": not job.untimed_lines,
                 }
                 for name, job in shown.items()
             ),
@@ -313,7 +325,7 @@ class Report:
 
 def _begins_run(timeline: JobTimeline, event: events.LogEvent) -> bool:
     """True for the first round of another run with the same id and node, whose numbers begin anew."""
-    newest = timeline.newest()
+    newest = timeline.newest_round()
     if newest is None or not isinstance(event, events.RoundPublishedEvent):
         return False
     return event.round < newest.round or (event.round == newest.round and timeline.ended_at is not None)
@@ -321,10 +333,12 @@ def _begins_run(timeline: JobTimeline, event: events.LogEvent) -> bool:
 
 def _outcome(job: _Job) -> str | None:
     """The end of the job; None while other nodes continue what this one has left."""
-    return job.outcome[1] if job.outcome is not None and job.at <= job.outcome[0] + CLOCKS_S else None
+    return (
+        job.outcome[1] if job.outcome is not None and job.newest_at <= job.outcome[0] + MAX_CLOCK_DIFFERENCE_S else None
+    )
 
 
-def _note(job: _Job, failure: _Failure) -> None:
+def _note_failure(job: _Job, failure: _Failure) -> None:
     """Note it. Of one round only the first failure counts: the others follow from it."""
     noted = job.failures.setdefault(failure.round, [])
     for index, one in enumerate(noted):
@@ -336,30 +350,34 @@ def _note(job: _Job, failure: _Failure) -> None:
 
 
 def _same_time(one: float, other: float) -> bool:
-    return abs(one - other) <= CLOCKS_S
+    return abs(one - other) <= MAX_CLOCK_DIFFERENCE_S
 
 
-def _merged(job: _Job, fault: _Fault) -> _Fault:
+def _merge_fault(job: _Job, fault: _Fault) -> _Fault:
     """The same fault as another node has logged it, or this one."""
-    minute = int(fault.at // CLOCKS_S)
+    minute = int(fault.at // MAX_CLOCK_DIFFERENCE_S)
     for near in (minute, minute - 1, minute + 1):
         one = job.faults.get((fault.round, fault.cause, near))
         if one is not None and _same_time(one.at, fault.at):
-            one.counts = one.counts or fault.counts
+            one.is_in_report = one.is_in_report or fault.is_in_report
             return one
     job.faults[fault.round, fault.cause, minute] = fault
     return fault
 
 
-def _places(fault: _Fault, failures: Sequence[_Failure]) -> Sequence[tuple[str, int | None]]:
+def _culprits(fault: _Fault, failures: Sequence[_Failure]) -> Sequence[tuple[str, int | None]]:
     """The nodes and ranks at fault: those that were lost, else those of the verdict, else of the first failure."""
     if fault.nodes:
         return [(node, None) for node in fault.nodes]
-    found = [one for one in failures if fault.failed_since - CLOCKS_S <= one.at <= fault.at + CLOCKS_S]
-    return min(found, key=lambda one: one.at).places if found else ()
+    found = [
+        one
+        for one in failures
+        if fault.failed_since - MAX_CLOCK_DIFFERENCE_S <= one.at <= fault.at + MAX_CLOCK_DIFFERENCE_S
+    ]
+    return min(found, key=lambda one: one.at).culprits if found else ()
 
 
-def _numbers(one: _Sum) -> dict[str, Any]:
+def _sums_to_json(one: _FaultSum) -> dict[str, Any]:
     """The sums of a kind of fault, as JSON has them."""
     return {
         "faults": one.faults,
@@ -368,12 +386,12 @@ def _numbers(one: _Sum) -> dict[str, Any]:
     }
 
 
-def _blamed(one: _Sum) -> dict[str, Any]:
+def _culprit_to_json(one: _FaultSum) -> dict[str, Any]:
     """The sums of a node or a rank that was at fault, as JSON has them."""
     return {"faults_of_it": one.faults, "cost_seconds": round(one.lost_s, 1), "causes": one.causes}
 
 
-def _sorted(rows: Any) -> list[Mapping[str, Any]]:
+def _by_cost(rows: Any) -> list[Mapping[str, Any]]:
     """Rows with the largest cost first, then by name."""
 
     def key(row: Mapping[str, Any]) -> tuple[float, list[str]]:

@@ -62,7 +62,7 @@ class RoundStatus(Record):
     kept: int = 0  #: ranks that have kept their process of an earlier round
 
     @property
-    def origins(self) -> list[str]:
+    def origin_phrases(self) -> list[str]:
         """Which rank saved the state that it resumed from, if that was a donor, and how many kept their process."""
         saved = f"resumed from step {self.resumed_step}, saved by rank {self.donor} after the fault"
         kept = f"{self.kept} of {count(self.world_size, 'rank')} kept the process"
@@ -74,7 +74,7 @@ class RoundStatus(Record):
         return self.cause in PLANNED_CAUSES and not self.lost_nodes
 
     @property
-    def kind(self) -> str:
+    def cause_words(self) -> str:
         """Why it began, in one or two words."""
         return "node lost" if self.lost_nodes and self.cause in PLANNED_CAUSES else self.cause or "round"
 
@@ -88,11 +88,11 @@ class CheckpointStatus(Record):
     bytes: int | None = None
     blocked_seconds: float | None = None
 
-    def aged(self, now: float) -> CheckpointStatus:
+    def with_age(self, now: float) -> CheckpointStatus:
         return self if self.at is None else replace(self, age_seconds=round(max(0.0, now - self.at), 1))
 
     @property
-    def cost(self) -> str:
+    def cost_words(self) -> str:
         """Words for its size, and for how long training paused for it."""
         size = f"{self.bytes / 1e6:,.0f} MB" if self.bytes else ""
         paused = "" if self.blocked_seconds is None else f"training blocked {self.blocked_seconds:.2g} s"
@@ -137,7 +137,7 @@ class JobTimeline:
             case events.RoundPublishedEvent():
                 self._on_round(event, at)
             case events.GroupStartedEvent(kept=kept):
-                self.rounds[event.round] = replace(self._round(event, at), kept=kept)
+                self.rounds[event.round] = replace(self._get_or_add_round(event, at), kept=kept)
             case events.ResumedEvent():
                 self._on_resumed(event, at)
             case events.FirstStepEvent():
@@ -170,26 +170,26 @@ class JobTimeline:
         """
         if self._spent is None:
             return None
-        time, at = self.time, self._spent[1]
+        time, at = self.time_split, self._spent[1]
         more_s = max(0.0, (self.ended_at if self.ended_at is not None else now) - at)
         useful = time.useful + (more_s if time.state == "useful" else 0.0)
         return useful / (time.total + more_s) if useful else None
 
     @property
-    def time(self) -> TimeSplit:
+    def time_split(self) -> TimeSplit:
         """The split of the time of all processes that wrote this log, until the newest line."""
         before, last = self._spent_before, TimeSplit() if self._spent is None else self._spent[0]
         return TimeSplit(before.useful + last.useful, before.lost + last.lost, before.idle + last.idle, last.state)
 
-    def newest(self) -> RoundStatus | None:
+    def newest_round(self) -> RoundStatus | None:
         """Return the newest round, None before the first."""
         return next(reversed(self.rounds.values()), None)
 
-    def history(self, now: float) -> list[RoundStatus]:
+    def rounds_with_costs(self, now: float) -> list[RoundStatus]:
         """The rounds with what each of them cost. The newest round without a step costs until `now`."""
         priced: list[RoundStatus] = []
         before: RoundStatus | None = None
-        newest = self.newest()
+        newest = self.newest_round()
         for status in self.rounds.values():
             until = status.first_step_at
             if until is None and status is newest:
@@ -221,7 +221,7 @@ class JobTimeline:
         if self._spent is not None and (
             at - split.total > self._spent[1] or split.total < self._spent[0].total - LATE_LINE_S
         ):
-            self._spent_before = self.time
+            self._spent_before = self.time_split
         self._spent = split, at
 
     def _on_round(self, event: events.RoundPublishedEvent, at: float) -> None:
@@ -229,7 +229,7 @@ class JobTimeline:
         self._end_training(self._training_round, at - (event.idle_seconds if event.cause == "hung" else 0.0))
         self.ended_at = None  # a later runner of the same job continues it
         self.rounds[event.round] = replace(
-            self._round(event, at),
+            self._get_or_add_round(event, at),
             at=at,
             world_size=event.world_size,
             nodes=event.nodes,
@@ -242,7 +242,7 @@ class JobTimeline:
 
     def _on_resumed(self, event: events.ResumedEvent, at: float) -> None:
         number, step = event.round, event.step
-        self.rounds[number] = replace(self._round(event, at), resumed_step=step, donor=event.donor)
+        self.rounds[number] = replace(self._get_or_add_round(event, at), resumed_step=step, donor=event.donor)
         self._resumed_steps[number] = step
         if event.donor is not None:  # from memory
             self.donor_resumes += 1
@@ -252,7 +252,7 @@ class JobTimeline:
             self.checkpoint = CheckpointStatus(step, number, event.saved_at)
 
     def _on_first_step(self, event: events.FirstStepEvent, at: float) -> None:
-        status = self._round(event, at)
+        status = self._get_or_add_round(event, at)
         if status.first_step_at is None:
             # After a fault the measured figure counts, which the console, the metrics and `explain` have.
             seconds = event.recovery_seconds
@@ -295,7 +295,7 @@ class JobTimeline:
         ):
             self.rounds[status.round] = replace(status, ended_at=max(at, status.first_step_at))
 
-    def _round(self, event: events.LogEvent, at: float) -> RoundStatus:
+    def _get_or_add_round(self, event: events.LogEvent, at: float) -> RoundStatus:
         number = event.round
         if number not in self.rounds:
             self.rounds[number] = RoundStatus(number, at=at)

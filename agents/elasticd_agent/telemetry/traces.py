@@ -33,35 +33,39 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 _log = logging.getLogger("elasticd.traces")
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-OURS = "http/protobuf"
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+SUPPORTED_PROTOCOL = "http/protobuf"
 """The default. Where another one is set, the endpoint would not understand us."""
-_EXPORTER = "opentelemetry.exporter.otlp.proto.http"
-MAX_WAITING = 2000
+_EXPORTER_MODULE = "opentelemetry.exporter.otlp.proto.http"
+MAX_QUEUED_EVENTS = 2000
 """Events; about 1 MB."""
 CLOSE_S = 2.0
 """At the end of a job its last spans have this long to be sent."""
 
 
-def traced(log: EventSink, job: str, node: str, environ: Mapping[str, str]) -> EventSink:
+def with_traces(log: EventSink, job: str, node: str, environ: Mapping[str, str]) -> EventSink:
     """`log`, whose events also become spans if the environment names a collector and elasticd[otel] is installed."""
     off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none"
-    if off or not any(map(environ.get, ENDPOINTS)) or next(filter(None, map(environ.get, PROTOCOLS)), OURS) != OURS:
+    if (
+        off
+        or not any(map(environ.get, ENDPOINT_VARIABLES))
+        or next(filter(None, map(environ.get, PROTOCOL_VARIABLES)), SUPPORTED_PROTOCOL) != SUPPORTED_PROTOCOL
+    ):
         return log
     with suppress(ModuleNotFoundError):  # of its parents
-        if find_spec(_EXPORTER) is not None:
-            return TracedEvents(log, job, node)
+        if find_spec(_EXPORTER_MODULE) is not None:
+            return TracingEventSink(log, job, node)
     return log
 
 
-class TracedEvents:
+class TracingEventSink:
     """An event sink that forwards everything to `log`, and makes spans of it."""
 
     def __init__(self, log: EventSink, job: str, node: str) -> None:
         self._log = log
         self._about = {"elasticd.job": job, "elasticd.node": node}
-        self._events: queue.Queue[tuple[LogEvent, int] | None] = queue.Queue(MAX_WAITING)
+        self._events: queue.Queue[tuple[LogEvent, int] | None] = queue.Queue(MAX_QUEUED_EVENTS)
         self._thread = threading.Thread(target=self._run, name="elasticd-traces", daemon=True)
         self._thread.start()
 
@@ -86,10 +90,10 @@ class TracedEvents:
     def _run(self) -> None:
         """Make spans until the end, with the SDK's warnings reduced to the first one."""
         logger = logging.getLogger("opentelemetry")
-        logger.addHandler(_FirstTrouble(logging.WARNING))
+        logger.addHandler(_FirstWarningHandler(logging.WARNING))
         logger.propagate = False
         try:
-            spans = JobSpans(_tracer(self._about), self._about)
+            spans = JobSpans(_make_tracer(self._about), self._about)
         except Exception as error:  # noqa: BLE001 the SDK raises what it likes for a setting that it does not understand
             _log.warning("no traces are sent: %s", error)
             return
@@ -98,7 +102,7 @@ class TracedEvents:
         spans.close(time.time_ns())
 
 
-def _tracer(about: Mapping[str, str]) -> Tracer:
+def _make_tracer(about: Mapping[str, str]) -> Tracer:
     """A tracer as the SDK's environment variables describe it."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
@@ -111,7 +115,7 @@ def _tracer(about: Mapping[str, str]) -> Tracer:
     return provider.get_tracer("elasticd")
 
 
-class _FirstTrouble(logging.Handler):
+class _FirstWarningHandler(logging.Handler):
     """Passes the SDK's first complaint on: it repeats it with each span."""
 
     _said = False
@@ -140,35 +144,39 @@ class JobSpans:
             case events.RoundPublishedEvent():
                 planned = event.cause in PLANNED_CAUSES and not event.lost
                 self._end("round", at, "" if planned else event.reason)
-                fields = _fields(event, "reason", "round", "cause", "world_size", "nodes", "lost", "restarts", "leader")
+                fields = _attributes(
+                    event, "reason", "round", "cause", "world_size", "nodes", "lost", "restarts", "leader"
+                )
                 self._begin("round", at, fields)
             case events.GroupStartedEvent(round=number):
                 self._group_at = {number: at}
             case events.FirstStepEvent() | events.PausedEvent() | events.WorkRecoveredEvent():
-                self._note(event, at, "step")
+                self._add_round_event(event, at, "step")
             case events.WorkerExitedEvent(requested=False):
-                self._note(event, at, "rank", "exit_code", "signal", "step")
+                self._add_round_event(event, at, "rank", "exit_code", "signal", "step")
             case events.ResumedEvent(round=number):
-                self._begin("restore", self._group_at.get(number, at), _fields(event, "step", "from_round", "donor"))
+                self._begin(
+                    "restore", self._group_at.get(number, at), _attributes(event, "step", "from_round", "donor")
+                )
                 self._end("restore", at)
             case events.CheckpointSavedEvent(written_seconds=seconds):
-                fields = {**_fields(event, "step", "path", "bytes"), "elasticd.paused_seconds": event.seconds}
+                fields = {**_attributes(event, "step", "path", "bytes"), "elasticd.paused_seconds": event.seconds}
                 self._begin("save", at - int(seconds * 1e9), fields)
                 self._end("save", at)
             case events.CheckpointFailedEvent():
-                self._begin("save", at, _fields(event, "step", "path"))
+                self._begin("save", at, _attributes(event, "step", "path"))
                 self._end("save", at, event.reason)
             case events.HangSuspectedEvent() if "hang" not in self._open:
-                self._begin("hang", at, _fields(event, "reason"))
+                self._begin("hang", at, _attributes(event, "reason"))
             case events.HangClearedEvent():
                 self._end("hang", at)
             case events.HangDetectedEvent():
                 if "hang" not in self._open:
                     self._begin("hang", at, {})
-                self._open["hang"].set_attributes(_fields(event, "cause", "nodes", "ranks", "action"))
+                self._open["hang"].set_attributes(_attributes(event, "cause", "nodes", "ranks", "action"))
                 self._end("hang", at, event.reason)
             case events.JobEndedEvent():
-                self._open["job"].set_attributes(_fields(event, "outcome", "exit_code", "restarts", "step"))
+                self._open["job"].set_attributes(_attributes(event, "outcome", "exit_code", "restarts", "step"))
                 self.close(at, event.reason if event.outcome == "failed" else "")
 
     def close(self, at: int, failed: str = "") -> None:
@@ -189,12 +197,12 @@ class JobSpans:
                 span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, failed))
             span.end(at)
 
-    def _note(self, event: LogEvent, at: int, *names: str) -> None:
+    def _add_round_event(self, event: LogEvent, at: int, *names: str) -> None:
         """Add an event to the span of the round."""
         if "round" in self._open:
-            self._open["round"].add_event(event.kind, _fields(event, "reason", *names), at)
+            self._open["round"].add_event(event.kind, _attributes(event, "reason", *names), at)
 
 
-def _fields(event: LogEvent, *names: str) -> dict[str, Any]:
+def _attributes(event: LogEvent, *names: str) -> dict[str, Any]:
     """OpenTelemetry has no null."""
     return {f"elasticd.{name}": value for name in names if (value := getattr(event, name)) is not None}

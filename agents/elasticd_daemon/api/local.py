@@ -104,7 +104,7 @@ class LocalJobs:
             rounds=() if brief else known.rounds,
             ranks=tuple(replace(rank, node=self.node) for rank in runner.ranks),
             step_samples=() if brief else runner.step_samples,
-            snapshot=runner.snapshot and runner.snapshot.aged(now),
+            snapshot=runner.snapshot and runner.snapshot.with_age(now),
             scalars=() if brief else known.scalars,
             gpus=tuple(replace(gpu, node=self.node) for gpu in self._gpu_usage()),
             runner_problem=problem,
@@ -206,19 +206,19 @@ class LocalJobs:
 
 def summarize(timeline: JobTimeline, node: str, now: float) -> JobProgress:
     """The view of the event log of `node`."""
-    newest, goodput, saved = timeline.newest(), timeline.goodput(now), timeline.checkpoint
+    newest, goodput, saved = timeline.newest_round(), timeline.goodput(now), timeline.checkpoint
     return JobProgress(
         node=node,
         round=None if newest is None else newest.round,
         world_size=None if newest is None else newest.world_size,
         step=timeline.step,
         restarts=timeline.restarts,
-        checkpoint=saved and saved.aged(now),
+        checkpoint=saved and saved.with_age(now),
         donor_resumes=timeline.donor_resumes,
         donor_steps=timeline.donor_steps,
         goodput=None if goodput is None else round(goodput, 4),
         started_at=timeline.began_at,
-        rounds=tuple(timeline.history(now)[-MAX_SHOWN_ROUNDS:]),
+        rounds=tuple(timeline.rounds_with_costs(now)[-MAX_SHOWN_ROUNDS:]),
         scalars=tuple(ScalarSeries(name, tuple(points)) for name, points in sorted(timeline.scalars.items())),
     )
 

@@ -65,7 +65,7 @@ def report(argv: Sequence[str]) -> int:
             )
         except _READ_ERRORS as error:
             unread.append(_describe_error(path, error))
-    document = {**result.document(now), "logs": len(logs), "unread": unread}
+    document = {**result.to_json(now), "logs": len(logs), "unread": unread}
     for why in unread:
         print(f"elasticd report: not read: {visible(why)}", file=sys.stderr)
     if not document["jobs"]:

@@ -273,7 +273,7 @@ def _submission_text(job: JobStatus) -> str:
 def _round_row(one: RoundStatus) -> tuple[str, ...]:
     """The cells of one round."""
     size = str(one.world_size) if one.world_size else "-"
-    reason = ", ".join(filter(None, [one.reason, *one.origins]))
+    reason = ", ".join(filter(None, [one.reason, *one.origin_phrases]))
     return str(one.round), _local_time(one.at), size, _first_names(one.nodes), _lost_cell(one), visible(reason)
 
 

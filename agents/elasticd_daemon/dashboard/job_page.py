@@ -118,7 +118,7 @@ def _round_facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:
     more = len(one.nodes) - _SHOWN_NODES
     nodes = ", ".join(one.nodes[:_SHOWN_NODES]) + (f" +{more}" if more > 0 else "")
     where = count(one.world_size, "worker") + (f" on {nodes}" if nodes else "")
-    return [where, *one.origins, _round_outcome(one, job, now)]
+    return [where, *one.origin_phrases, _round_outcome(one, job, now)]
 
 
 def _round_outcome(one: RoundStatus, job: JobStatus, now: float) -> str:

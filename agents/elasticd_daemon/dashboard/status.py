@@ -118,7 +118,7 @@ def _saved_fact(name: str, saved: CheckpointStatus | None) -> tuple[str, str, st
     if saved is None:
         return name, "none", ""
     age = "" if saved.age_seconds is None else f"{in_words(saved.age_seconds)} ago"
-    return name, f"step {saved.step:,}", ", ".join(filter(None, [age, saved.cost]))
+    return name, f"step {saved.step:,}", ", ".join(filter(None, [age, saved.cost_words]))
 
 
 def _lost_fact(progress: JobProgress) -> tuple[str, str, str]:

@@ -42,7 +42,7 @@ def test_round_says_which_rank_saved_its_state_and_how_many_kept_their_process()
     seen = {"a": RoundStatus(2, world_size=4, kept=2), "b": RoundStatus(2, resumed_step=40, donor=3, kept=1)}
     one = merge_progress([JobProgress(node, 2, rounds=(each,)) for node, each in seen.items()], {})
     saved = "resumed from step 40, saved by rank 3 after the fault"
-    assert [each.origins for each in one.rounds] == [[saved, "3 of 4 ranks kept the process"]]
+    assert [each.origin_phrases for each in one.rounds] == [[saved, "3 of 4 ranks kept the process"]]
 
 
 def test_ranks_of_an_older_round_are_dropped() -> None:
