@@ -171,7 +171,7 @@ class Session:
         self._saver = Saver(self._context)
         self._omissions = Omissions(self._context, self._attached)
         if self._attached:
-            self._omissions.watch()
+            self._omissions.watch_attached()
         self._donor: Donor | None = None
         self._optimized = False
         """An optimizer has begun a step since the last `step()`."""
@@ -280,7 +280,7 @@ class Session:
         self._attached.update(objects)
         self._context.per_rank.update(own)
         self._optional |= {name for name, _ in every} if optional else set()
-        self._omissions.watch()
+        self._omissions.watch_attached()
         if every and self._donor is not None:
             self._donor.close()
         self._committing = [obj for obj in self._attached_objects() if callable(getattr(obj, "commit", None))]
@@ -310,7 +310,7 @@ class Session:
             return None
         self._channel.call = "restore()"
         issued = self._issued()
-        self._saver.open(directory, "restore")
+        self._saver.open_directory(directory, "restore")
         with self._channel.numbered_call("restore"):
             self._has_called_restore = True
             resumed = restore.restore(self._attached, self._optional, step, self._saver, self._holder)
@@ -354,7 +354,7 @@ class Session:
         self._directory = directory or self._directory
         self._channel.call = "checkpoint()"
         if not self._is_ahead:
-            self._saver.open(directory, "checkpoint")
+            self._saver.open_directory(directory, "checkpoint")
         self._context.every = parsed
         self._context.keep = keep
         self._context.keep_every = keep_every
@@ -382,7 +382,7 @@ class Session:
         """
         self._check_call("save()")
         self._channel.call = "save()"
-        self._saver.open(None, "save")
+        self._saver.open_directory(None, "save")
         if self._should_stop and self._saver.saved_step == self._steps:
             return True
         self._calls += 1
@@ -497,7 +497,7 @@ class Session:
         if self._attached and self._context.directory is not None:
             if not self._has_called_restore:
                 self._channel.call = "step()"
-                restore.check_unneeded(self._context)
+                restore.check_unrestored(self._context)
             every = self._context.every
             known: dict[str, Any] = (
                 {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
@@ -631,7 +631,7 @@ class Session:
         why = why or self._modules.reason_against()
         if self._donor is not None and not why and self._donor.leave_round() is not None:
             self._holder = self._donor
-        if not why and self._holder is None and not (self._restored or restore.may_restore(self._context)):
+        if not why and self._holder is None and not (self._restored or restore.may_have_state(self._context)):
             why = "nothing has been saved yet"
         if not why:
             self._close_round()
@@ -641,7 +641,7 @@ class Session:
             except RuntimeError as error:  # of a device, which raises it for ever
                 why = f"its process groups cannot be left: {error}"
         if why:  # a new process takes this one's place
-            self._context.message(f"rank {self.rank} ends, as its process cannot stay: {why}", self._steps)
+            self._context.report(f"rank {self.rank} ends, as its process cannot stay: {why}", self._steps)
             if self._donor is not None:
                 self._donor.on_script_failure()  # it may hold the only state
             os.kill(os.getpid(), signal.SIGKILL)

@@ -21,7 +21,7 @@ from elasticd_agent.workers.launcher import template
 
 PACKAGES = [Path(package.__file__).parent for package in (elasticd, elasticd_agent, elasticd_daemon)]
 NAME = "libopenblas caf\udce9\n.so"
-_NOT_FILES = ("os", "self", "self._saver", "self._writer", "self.context.writer", "tarfile", "writer")
+_NOT_FILES = ("os", "self", "tarfile")
 
 
 def in_locale_encoding(path: Path) -> Iterator[str]:

@@ -96,7 +96,7 @@ class Elasticd(Job):
         saver.save(self.session.steps, self.session._attached, "by the benchmark")
 
     def finished(self) -> bool:
-        return self.session._saver._writes.wait()
+        return self.session._saver._writes.wait_until_saved()
 
 
 class InPlace(Elasticd):

@@ -16,7 +16,7 @@ from pathlib import Path
 from elasticd.channel import Message
 from elasticd.checkpointing.at_fault import step_files
 from elasticd.checkpointing.context import SaveContext
-from elasticd.checkpointing.memory.buffers import Snapshot
+from elasticd.checkpointing.memory.buffers import SaveKey, Snapshot
 from elasticd.checkpointing.memory.held_states import HeldState, ShardsInMemory, find_alike
 from elasticd.checkpointing.memory.shard_server import ServerAddress
 from elasticd.checkpointing.state.layout import load_mapped
@@ -36,11 +36,11 @@ from elasticd.checkpointing.storage.object_store import BRIEF_PATIENCE_S, RESTOR
 from elasticd.checkpointing.storage.object_url import path_or_url
 from elasticd.errors import CheckpointCorrupt, CheckpointError, ObjectStoreError
 
-SUSPECT_AFTER = 2
+SUSPECT_AFTER_RESTARTS = 2
 """After so many restarts without progress the state itself may be broken (NaN in it), and an older one is tried."""
 
 
-class Source(Enum):
+class StateSource(Enum):
     """The place that a state is read from; whether a node has it here, or gets it from another one, each node finds."""
 
     PROCESS = "process"
@@ -52,17 +52,17 @@ class Source(Enum):
 class Choice:
     """One state, as rank 0 has chosen it and all ranks learn of it."""
 
-    source: Source
+    source: StateSource
     manifest: Manifest  #: the description of the state. In memory it has no checksum.
     name: str
     number: int = 0  #: the number of a save in its round, for a state that is not on the disk
-    key: tuple[int, int] = (0, 0)  #: the round that owns such a state, and the number of the save in it
-    ranks: list[int] = field(default_factory=list)  #: those that hold it in their process
-    files: dict[str, list[int]] = field(default_factory=dict)
+    key: SaveKey = (0, 0)  #: the round that owns such a state, and the number of the save in it
+    holder_ranks: list[int] = field(default_factory=list)  #: those that hold it in their process
+    file_holders: dict[str, list[int]] = field(default_factory=dict)
     """The nodes that hold each file of a sharded state in memory."""
     servers: dict[int, ServerAddress] = field(default_factory=dict)
     """The address at which each node is read, for a sharded state in memory."""
-    copied: list[str] = field(default_factory=list)
+    copy_only_files: list[str] = field(default_factory=list)
     """The files of a sharded state in memory of which there is only a copy, since their node is lost."""
     has_alike: bool = False  #: several nodes hold a state of this step in memory; they differ in little
     step_on_disk: int = 0  #: the step of the newest checkpoint in the directory, 0 for none
@@ -73,13 +73,13 @@ class Choice:
 
     @property
     def in_memory(self) -> bool:
-        return self.source is Source.MEMORY
+        return self.source is StateSource.MEMORY
 
     @property
     def in_processes(self) -> bool:
-        return self.source is Source.PROCESS
+        return self.source is StateSource.PROCESS
 
-    def placed(self, directory: Path) -> Entry:
+    def place_entry(self, directory: Path) -> Entry:
         """The chosen checkpoint; in an object store, this node need not have listed it."""
         if (store := store_of(directory)) is not None:
             store.place_manifest(self.name, self.manifest)
@@ -94,11 +94,11 @@ class Choice:
             "name": self.name,
             "number": None,
         }
-        if self.source is not Source.DISK:
+        if self.source is not StateSource.DISK:
             message |= {"number": self.number, "key": self.key, "alike": self.has_alike, "on_disk": self.step_on_disk}
-            message |= {"ranks": self.ranks}
-        if self.files:
-            message |= {"files": self.files, "servers": self.servers, "copied": self.copied}
+            message |= {"ranks": self.holder_ranks}
+        if self.file_holders:
+            message |= {"files": self.file_holders, "servers": self.servers, "copied": self.copy_only_files}
         return message
 
     @classmethod
@@ -106,17 +106,17 @@ class Choice:
         manifest = parse(message["draft"].encode())
         assert isinstance(manifest, Manifest)
         if message["number"] is None:
-            return cls(Source.DISK, manifest, message["name"])
+            return cls(StateSource.DISK, manifest, message["name"])
         return cls(
-            source=Source.PROCESS if message.get("ranks") else Source.MEMORY,
+            source=StateSource.PROCESS if message.get("ranks") else StateSource.MEMORY,
             manifest=manifest,
             name=message["name"],
             number=message["number"],
             key=tuple(message["key"]),
-            ranks=message.get("ranks", []),
-            files=message.get("files", {}),
+            holder_ranks=message.get("ranks", []),
+            file_holders=message.get("files", {}),
             servers={int(node): server for node, server in message.get("servers", {}).items()},
-            copied=message.get("copied", []),
+            copy_only_files=message.get("copied", []),
             has_alike=message["alike"],
             step_on_disk=message["on_disk"],
         )
@@ -166,11 +166,11 @@ class Chooser:
         """The newest state that has not been rejected; None if there is none. Raises CheckpointError, OSError."""
         if self.entry is not None:  # a checkpoint has been rejected: an older one is next
             return self._next_on_disk()
-        whole, torn = self._whole(), self.torn
-        on_disk, skipped = self._lineage(bool(whole))
-        newest, on_disk = self._allowed(whole, on_disk)
+        whole, torn = self._usable_states(), self.torn_state
+        on_disk, skipped = self._walk_lineage(bool(whole))
+        newest, on_disk = self._newest_allowed(whole, on_disk)
         if newest is not None and self._is_newest(newest.snapshot, on_disk):
-            return self._held(newest, on_disk[0].manifest.step if on_disk else 0)
+            return self._choose_held(newest, on_disk[0].manifest.step if on_disk else 0)
         for checkpoint in skipped:
             self._report_skipped(checkpoint.path, checkpoint.why)
         self._candidates = on_disk
@@ -182,10 +182,12 @@ class Chooser:
     @property
     def may_be_incomplete(self) -> bool:
         """Nodes may still be writing a newer sharded state than the whole ones that they have."""
-        return self.entry is None and (self.torn is not None or not self._whole() or self._step is not None)
+        return self.entry is None and (
+            self.torn_state is not None or not self._usable_states() or self._step is not None
+        )
 
     @property
-    def torn(self) -> HeldState | None:
+    def torn_state(self) -> HeldState | None:
         """The newest state, where files of it are missing."""
         return next((state for state in self.states[:1] if state.missing_files), None)
 
@@ -205,9 +207,9 @@ class Chooser:
         failed = [(rank, word) for rank, word in enumerate(words) if word["why"]]
         if not failed:
             return {"why": "", "rejected": False}
-        held = f"the state of step {choice.step} in the processes of rank {', '.join(map(str, choice.ranks))}"
+        held = f"the state of step {choice.step} in the processes of rank {', '.join(map(str, choice.holder_ranks))}"
         why = f"{held} has no place in rank {failed[0][0]}: {failed[0][1]['why']}"
-        others = [state for state in self.states if state.ranks != choice.ranks]
+        others = [state for state in self.states if state.ranks != choice.holder_ranks]
         rejected = any(state.ranks for state in others) and not all(word["holds"] for _, word in failed)
         if rejected:
             self.states = others
@@ -221,14 +223,14 @@ class Chooser:
     def report(self, reason: str, step: int | None) -> None:
         self._context.warn("message", reason, self._directory, step)
 
-    def _whole(self) -> list[HeldState]:
+    def _usable_states(self) -> list[HeldState]:
         """States of which the nodes hold all files, without those that an earlier round has refused."""
         refused = step_files.refused_states()
         return [
             state for state in self.states if not state.missing_files and state.snapshot.original_key not in refused
         ]
 
-    def _held(self, state: HeldState, step_on_disk: int) -> Choice:
+    def _choose_held(self, state: HeldState, step_on_disk: int) -> Choice:
         snapshot = state.snapshot
         draft, others = snapshot.draft, [other.snapshot for other in self.states if other is not state]
         for rival in (other for other in self.states if other is not state and other.ranks and state.ranks):
@@ -236,20 +238,20 @@ class Chooser:
                 theirs, ours = (", ".join(map(str, one.ranks)) for one in (rival, state))
                 self.report(f"rank {theirs} holds another state of step {draft.step} than rank {ours}", draft.step)
         return Choice(
-            source=Source.PROCESS if state.ranks else Source.MEMORY,
+            source=StateSource.PROCESS if state.ranks else StateSource.MEMORY,
             manifest=draft,
             name=draft.name,
             number=snapshot.number,
             key=snapshot.key,
-            ranks=state.ranks,
-            files=state.holders,
+            holder_ranks=state.ranks,
+            file_holders=state.holders,
             servers=self.servers if state.holders else {},
-            copied=state.copy_only_files,
+            copy_only_files=state.copy_only_files,
             has_alike=find_alike(others, draft) is not None,
             step_on_disk=step_on_disk,
         )
 
-    def _allowed(self, whole: list[HeldState], on_disk: list[Entry]) -> tuple[HeldState | None, list[Entry]]:
+    def _newest_allowed(self, whole: list[HeldState], on_disk: list[Entry]) -> tuple[HeldState | None, list[Entry]]:
         """The newest state in memory and the checkpoints, without those that the script goes back behind, or from which
         restarts have made no progress.
         """
@@ -263,7 +265,7 @@ class Chooser:
                 self.report(f"{what}: {where} went back to it before; rm {path_or_url(mark)} to go again", self._step)
             else:
                 newest, on_disk = None, self.go_back(self._step, on_disk)
-        if older := self._older(in_memory[0] if newest else None, in_memory, on_disk):
+        if older := self._older_than_suspect(in_memory[0] if newest else None, in_memory, on_disk):
             newest, on_disk = None, older
         return newest, on_disk
 
@@ -272,7 +274,7 @@ class Chooser:
         superseded = held.key[0] < highest_round(self._directory)
         return not superseded and (first is None or (first.round, first.step) <= (held.key[0], held.draft.step))
 
-    def _lineage(self, has_other: bool) -> tuple[list[Entry], list[SkippedCheckpoint]]:
+    def _walk_lineage(self, has_other: bool) -> tuple[list[Entry], list[SkippedCheckpoint]]:
         """Walk the lineage. If the object store does not answer and there is a state in memory, use what this node
         knows.
         """
@@ -291,10 +293,12 @@ class Chooser:
         finally:
             store.patience_s = usual_s
 
-    def _older(self, newest: Snapshot | None, in_memory: list[Snapshot], on_disk: list[Entry]) -> list[Entry]:
+    def _older_than_suspect(
+        self, newest: Snapshot | None, in_memory: list[Snapshot], on_disk: list[Entry]
+    ) -> list[Entry]:
         """The older checkpoints to use where restarts in a row made no progress from the newest state; else none."""
         count = self._context.environment.restarts_without_progress
-        if count < SUSPECT_AFTER or self._has_progressed(newest):
+        if count < SUSPECT_AFTER_RESTARTS or self._has_progressed(newest):
             return []
         steps = [snapshot.draft.step for snapshot in in_memory] + [entry.manifest.step for entry in on_disk[:1]]
         step = max(steps, default=0)
@@ -331,7 +335,7 @@ class Chooser:
                 continue
             self.entry = entry
             self._opened.fd, self._opened.content, self._opened.checksum = fd, content, entry.manifest.checksum
-            return Choice(Source.DISK, entry.manifest, entry.path.name)
+            return Choice(StateSource.DISK, entry.manifest, entry.path.name)
         if self._skipped:
             where = path_or_url(self._directory)
             self.report(f"no checkpoint in {where} can be used, {self._skipped} skipped: training begins anew", None)

@@ -22,6 +22,7 @@ from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd.coordination.store_channel import StoreChannel
+from elasticd.errors import Reason
 from elasticd.heartbeat.record import HeartbeatWriter
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from elasticd.process_group import DefaultGroup, WorkerEnvironment
@@ -64,8 +65,8 @@ class SaveContext:
     keep_every: int = 0  #: checkpoints of steps that are multiples of it stay for ever; 0: none do
     partner_copies: bool = True  #: each node keeps a copy of another node's part of a sharded state
     is_sharded: bool = False
-    owed: str = ""  #: why a save is due as soon as no earlier one is being written, "" if none is
-    saves: int = 0  #: the number of saves that have begun, the same on every rank
+    owed_reason: Reason = ""  #: why a save is due as soon as no earlier one is being written, "" if none is
+    save_count: int = 0  #: the number of saves that have begun, the same on every rank
     writer: WriterClient | None = field(default_factory=writer_client.from_environment)
     """None: there is no writer on this node, and rank 0 writes checkpoints itself."""
 
@@ -74,17 +75,17 @@ class SaveContext:
     ) -> SaveContext:
         """The same settings in another round of this process."""
         whose: dict[str, Any] = {"environment": environment, "group": group, "channel": channel, "events": events}
-        ours: dict[str, Any] = {"directory": None, "round": 0, "parent": None, "is_sharded": False, "owed": ""}
-        return replace(self, **whose, **ours, saves=0, writer=writer_client.from_environment())
+        ours: dict[str, Any] = {"directory": None, "round": 0, "parent": None, "is_sharded": False, "owed_reason": ""}
+        return replace(self, **whose, **ours, save_count=0, writer=writer_client.from_environment())
 
     @property
-    def place(self) -> Path:
+    def chosen_directory(self) -> Path:
         """The directory, once one is chosen."""
         assert self.directory is not None
         return self.directory
 
     @property
-    def next_try(self) -> str:
+    def next_try_sentence(self) -> str:
         return f"it is tried again {self.every}" if self.every else "it is not tried again"
 
     def draft(self, step: int, size: int, cursor: JsonObject | None) -> Manifest:
@@ -106,28 +107,28 @@ class SaveContext:
         """The part of every state that describes the save itself."""
         return {"step": step, "round": self.round, "world_size": self.group.world_size}
 
-    def task(self, why: str, blocked_s: float) -> WriteTask:
+    def write_task(self, why: str, blocked_s: float) -> WriteTask:
         """The writer's task with a state of this session."""
         return WriteTask(
-            directory=str(self.place),
+            directory=str(self.chosen_directory),
             keep=self.keep,
             why=why,
-            again=self.next_try,
+            again=self.next_try_sentence,
             events=str(self.events.path or ""),
             rank=self.group.rank,
             blocked_s=blocked_s,
             keep_every=self.keep_every,
         )
 
-    def task_at_end(self) -> WriteTask:
+    def write_task_at_end(self) -> WriteTask:
         """The same for the newest state in memory when the job has ended."""
-        task = self.task("at the end of the job", 0.0)
+        task = self.write_task("at the end of the job", 0.0)
         node, nodes = self.environment.node, self.environment.nodes
         return replace(task, again="the job has ended", node=node, nodes=nodes)
 
-    def path(self, step: int) -> Path:
+    def checkpoint_path(self, step: int) -> Path:
         """The place of this round's checkpoint of `step`."""
-        return self.place / f"r{self.round}-s{step}"
+        return self.chosen_directory / f"r{self.round}-s{step}"
 
     def warn(self, kind: str, reason: str, path: Path | None = None, step: int | None = None) -> None:
         """Report an event of the directory, or of a path in it, on this rank's stderr and in the job's log."""
@@ -136,9 +137,14 @@ class SaveContext:
 
     def warn_failed(self, step: int, why: str, kind: str = "checkpoint_failed") -> None:
         """Report a checkpoint that could not be saved, by an event of this kind."""
-        self.warn(kind, f"checkpoint of step {step} failed ({why}); {self.next_try}", self.path(step), step)
+        self.warn(
+            kind,
+            f"checkpoint of step {step} failed ({why}); {self.next_try_sentence}",
+            self.checkpoint_path(step),
+            step,
+        )
 
-    def message(self, reason: str, step: int | None) -> None:
+    def report(self, reason: str, step: int | None) -> None:
         """Report a sentence that names no path."""
         logger.warning(reason)
         self.events.write("message", reason, step)

@@ -63,32 +63,32 @@ class DirectoryWrites:
         context = self._context
         try:
             if self._lock is None:
-                self.take_lock(context.place)
-            entry = checkpoint_files.write(context.place, draft, fill, token)
-            path, seconds = str(context.path(draft.step)), time.monotonic() - start
+                self.take_lock(context.chosen_directory)
+            entry = checkpoint_files.write(context.chosen_directory, draft, fill, token)
+            path, seconds = str(context.checkpoint_path(draft.step)), time.monotonic() - start
             fields = {"path": path, "bytes": entry.manifest.total_bytes, "seconds": seconds}
             context.events.write(
                 "checkpoint_saved", f"checkpoint of step {draft.step} saved ({why})", draft.step, **fields
             )
-            retain(context.place, context.round, context.keep, context.keep_every)
+            retain(context.chosen_directory, context.round, context.keep, context.keep_every)
         except OSError as error:
             context.warn_failed(draft.step, str(error))
             return False
         return True
 
-    def expect(self, step: int) -> None:
+    def expect_write(self, step: int) -> None:
         """Remember, on rank 0, that the writer has a copy of the present save's state and will write it."""
         self._has_reported_refusal = False
         if self._context.group.rank == 0:
             if self._expected is None:
                 atexit.register(self._wait_at_exit)
-            self._expected = self._context.saves, step
+            self._expected = self._context.save_count, step
 
     def report_refusal(self, why: str, step: int) -> None:
         """Report once, on rank 0, that the writer takes no copy."""
         if self._context.group.rank == 0 and not self._has_reported_refusal:
             self._has_reported_refusal = True
-            self._context.message(f"checkpoints are written while training waits: {why}", step)
+            self._context.report(f"checkpoints are written while training waits: {why}", step)
 
     def report_lost(self) -> None:
         """Report, on rank 0, that the writer has ended before it had every rank's share: no other process knows."""
@@ -101,7 +101,7 @@ class DirectoryWrites:
                 self._expected = None
                 context.warn_failed(step, WRITER_KILLED_REASON)
 
-    def wait(self) -> bool:
+    def wait_until_saved(self) -> bool:
         """Wait, on rank 0, until the writer has finished with the last save; True if it is on the disk."""
         context = self._context
         if context.writer is None or self._expected is None or os.getpid() != self._pid:
@@ -125,7 +125,7 @@ class DirectoryWrites:
     def _wait_at_exit(self) -> None:
         """Wait where a script ends without `close()`; one that fails is not held up."""
         if not hasattr(sys, "last_value"):
-            self.wait()
+            self.wait_until_saved()
 
     def close(self) -> None:
         """Close the connection to the writer and release the lock."""

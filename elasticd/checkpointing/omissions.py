@@ -35,7 +35,7 @@ from elasticd.sampler import ElasticBatchSampler, SamplerUsage, uncommitted_samp
 
 logger = logging.getLogger("elasticd")
 
-FIRST_STEPS = 8
+ERROR_STEPS = 8
 """The first steps, in which a mistake is an error: a later one costs too much work."""
 LOOK_EVERY, LOOKS = 32, 3
 """Steps between two times at which samplers are looked at, and how often in a row: an evaluation between two steps
@@ -43,12 +43,12 @@ fetches once, and training before each."""
 MANY_STEPS, MANY_S = 1000, 60.0
 """Optimizer steps without a `session.step()`, or their time, that no usual loop makes: one of reinforcement learning
 makes hundreds for each."""
-SEARCH_STEPS = 200
+MOST_SEARCH_STEPS = 200
 """Optimizer steps that a search for a learning rate makes at most before training: 100 as a rule, also of a small data
 set."""
-_WRONG_ORDERS = 2
+_WRONG_ORDERS_BEFORE_ERROR = 2
 """Times that an optimizer is seen to step after `session.step()`, with the gradients from before it."""
-_GRADIENTS = 4
+_MOST_GRADIENTS_KEPT = 4
 
 
 class Omissions:
@@ -78,11 +78,11 @@ class Omissions:
         self._wrong_orders = 0
         self._order_is_known = False
 
-    def watch(self) -> None:
+    def watch_attached(self) -> None:
         """More has been attached."""
         for name, obj in self._attached.items():
-            for what in _kept_by_each_rank(obj) if self._context.group.world_size > 1 else ():
-                self._warn(f"attach({name}=...): {what}")
+            for what in _unsaved_of_ddp(obj) if self._context.group.world_size > 1 else ():
+                self._warn_once(f"attach({name}=...): {what}")
         self._known = {id(obj) for obj in (*self._attached.values(), *self._context.per_rank.values())}
         if self._hook is None:
             from torch.compiler import is_compiling
@@ -97,7 +97,7 @@ class Omissions:
             self._hook.remove()
             self._hook = None
         if self._counts and not self._steps and self._context.every and not has_failed:
-            self._warn(
+            self._warn_once(
                 f"the script has ended after {max(self._counts.values())} optimizer steps without session.step(): no "
                 "checkpoint was saved. Call it after each optimizer step"
             )
@@ -126,7 +126,7 @@ class Omissions:
         self._stepped[key] = weakref.ref(optimizer)
         if key in self._known:
             if not self._steps:
-                self._check_steps(key)
+                self._check_missing_steps(key)
             elif self._gradients:
                 self._check_order(key)
 
@@ -156,7 +156,7 @@ class Omissions:
             if key in self._known or not state_names or not names or optimizer in self._judged:
                 continue
             self._judged.add(optimizer)
-            if self._is_saved(optimizer):
+            if self._is_saved_by_another(optimizer):
                 continue
             name = names[0]
             what = f"{type(optimizer).__name__} trains {name} and is not attached: at each restart its state "
@@ -167,9 +167,9 @@ class Omissions:
                 what += "Make it before session.attach(), attach it, and do not make it again after that"
             else:
                 what += "Attach it before session.restore(): session.attach(optimizer=optimizer)"
-            self._tell(what, is_error=bool(another) and number < FIRST_STEPS)
+            self._raise_or_warn(what, is_error=bool(another) and number < ERROR_STEPS)
 
-    def _is_saved(self, optimizer: Any) -> bool:
+    def _is_saved_by_another(self, optimizer: Any) -> bool:
         """True if something else that is attached, such as a wrapper, saves the optimizer's state."""
         own = {
             tensor.untyped_storage().data_ptr()
@@ -204,17 +204,17 @@ class Omissions:
             times = times + 1 if fetched > known else 0
             self._fetched[id(sampler)] = fetched, times
             if times == LOOKS - 1:
-                has_another = bool(self._context.per_rank or self._usages())
-                self._tell(
+                has_another = bool(self._context.per_rank or self._sampler_usages())
+                self._raise_or_warn(
                     "an ElasticBatchSampler gives batches for each step and is not attached: after a restart its epoch "
                     "would begin anew, and samples would be trained on again. Attach it before session.restore(): "
                     "session.attach(sampler=sampler); if it is for an evaluation, fetch its batches in torch.no_grad()",
-                    is_error=not has_another and number < FIRST_STEPS,
+                    is_error=not has_another and number < ERROR_STEPS,
                 )
 
     # --- session.step() -----------------------------------------------------------------------------------------------
 
-    def _check_steps(self, key: int) -> None:
+    def _check_missing_steps(self, key: int) -> None:
         """Attached optimizers step, and `session.step()` has not been called yet."""
         self._counts[key] = count = self._counts.get(key, 0) + 1
         every = self._context.every
@@ -223,14 +223,14 @@ class Omissions:
         self._first_at = self._first_at or time.monotonic()
         age_s = time.monotonic() - self._first_at
         if (count >= MANY_STEPS or age_s >= MANY_S) and count >= (every.steps or 2) and age_s >= (every.seconds or 0):
-            self._warn(
+            self._warn_once(
                 f"{count} optimizer steps without session.step(): nothing is saved before it is called, and a restart "
                 "would lose them. Call it after each optimizer step"
             )
-        for usage in self._usages():
+        for usage in self._sampler_usages():
             first = self._iterations.setdefault(id(usage), usage.begun_iterations)
             if (
-                count > SEARCH_STEPS
+                count > MOST_SEARCH_STEPS
                 and first <= usage.last_exhausted < usage.begun_iterations
                 and not usage.has_committed
             ):
@@ -242,14 +242,14 @@ class Omissions:
     def _keep_gradients(self, number: int) -> None:
         """Keep gradients that an optimizer's next step may find unchanged."""
         self._gradients = {}
-        self._order_is_known = number >= FIRST_STEPS
+        self._order_is_known = number >= ERROR_STEPS
         if self._order_is_known:
             return
         self._fetches = self._count_fetches()
         for obj in self._attached.values():
             if isinstance(obj, Optimizer):
                 parameters = (parameter for group in obj.param_groups for parameter in group["params"])
-                trained = [parameter for parameter in parameters if parameter.grad is not None][:_GRADIENTS]
+                trained = [parameter for parameter in parameters if parameter.grad is not None][:_MOST_GRADIENTS_KEPT]
                 gradients = [
                     (parameter, weakref.ref(parameter.grad), local_part(parameter.grad)._version)
                     for parameter in trained
@@ -266,7 +266,7 @@ class Omissions:
         gradients = self._gradients.pop(key, [])
         if not gradients:
             return
-        samplers = self._usages()
+        samplers = self._sampler_usages()
         are_same = all(gradient() is not None and parameter.grad is gradient() for parameter, gradient, _ in gradients)
         if samplers and all(usage.last_exhausted < usage.begun_iterations for usage in samplers):
             is_wrong = are_same and self._count_fetches() == self._fetches
@@ -279,25 +279,25 @@ class Omissions:
             self._order_is_known, self._gradients = True, {}
             return
         self._wrong_orders += 1
-        if self._wrong_orders == _WRONG_ORDERS:
+        if self._wrong_orders == _WRONG_ORDERS_BEFORE_ERROR:
             raise UsageError(
                 "session.step() is called before optimizer.step(): a restart would lose the update of a step whose "
                 "samples count as trained on. Call session.step() after optimizer.step()"
             )
 
     def _count_fetches(self) -> int:
-        return sum(usage.fetched_batches for usage in self._usages())
+        return sum(usage.fetched_batches for usage in self._sampler_usages())
 
-    def _usages(self) -> list[SamplerUsage]:
+    def _sampler_usages(self) -> list[SamplerUsage]:
         """Return the usage of each attached sampler."""
         return [usage_of(sampler) for sampler in self._attached.values() if isinstance(sampler, ElasticBatchSampler)]
 
-    def _tell(self, what: str, is_error: bool) -> None:
+    def _raise_or_warn(self, what: str, is_error: bool) -> None:
         if is_error:
             raise UsageError(what)
-        self._warn(what)
+        self._warn_once(what)
 
-    def _warn(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         """Once."""
         if (kind := what.partition(":")[2]) in self._told:
             return
@@ -311,7 +311,7 @@ def _attributes(obj: Any) -> dict[str, Any]:
     return getattr(obj, "__dict__", {})
 
 
-def _kept_by_each_rank(obj: Any) -> Iterator[str]:
+def _unsaved_of_ddp(obj: Any) -> Iterator[str]:
     """Sentences about what each rank has of an attached model by itself, and gets from no checkpoint."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

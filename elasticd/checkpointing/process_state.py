@@ -28,9 +28,10 @@ from elasticd.checkpointing.state import in_place, training_state
 from elasticd.checkpointing.state.in_place import PiecesByOffset
 from elasticd.checkpointing.state.layout import write_packed
 from elasticd.checkpointing.state.training_state import StateDict, StorageAddresses
+from elasticd.errors import Reason
 from elasticd.process_group import host_bytes
 
-_AT_ONCE = 8
+_TENSORS_AT_ONCE = 8
 """The tensors that are on their way from one rank to another."""
 
 
@@ -51,15 +52,15 @@ class ProcessState:
         """This rank's word about it."""
         return {} if self._held is None else self._held.to_message()
 
-    def open_everywhere(self, choice: Choice) -> None:
+    def open_small_part(self, choice: Choice) -> None:
         """Give every rank the small part. All ranks call it. Raises OSError."""
         data = b""
-        if self._context.group.rank == choice.ranks[0]:
+        if self._context.group.rank == choice.holder_ranks[0]:
             assert self._held is not None
             layout = self._held.layout
             self._spans = [(offset, storage.nbytes()) for offset, storage in layout.shared_storages]
             data = json.dumps(self._spans).encode() + b"\n" + layout.pack_own()
-        spans, _, packed = self._broadcast(data, choice.ranks[0]).partition(b"\n")
+        spans, _, packed = self._broadcast(data, choice.holder_ranks[0]).partition(b"\n")
         self._spans = [(offset, size) for offset, size in json.loads(spans)]
         self._opened.fd = os.memfd_create("elasticd-process", os.MFD_CLOEXEC)
         os.ftruncate(self._opened.fd, choice.manifest.bytes)
@@ -77,12 +78,12 @@ class ProcessState:
         dist.broadcast(sent, src=sender)
         return data if is_sender else bytes(host_bytes(sent))
 
-    def reason_against(self, attached: Mapping[str, Any]) -> str:
+    def reason_against(self, attached: Mapping[str, Any]) -> Reason:
         """Why this rank cannot receive the state into these objects, "" if it can. Nothing is changed yet."""
         try:
             content = self._opened.load()
             self._pieces, self._replace = in_place.find_places(self._opened.fd, content, attached)
-            self._targets = {**self._mapped(content), **self._pieces}
+            self._targets = {**self._mapped_storages(content), **self._pieces}
         except Exception as error:  # noqa: BLE001 - state_dict() of any object, or a state that cannot be loaded
             return f"{type(error).__name__}: {error}"
         sizes = {offset: target.nbytes for offset, target in self._targets.items()}
@@ -91,14 +92,14 @@ class ProcessState:
 
     def receive(self, choice: Choice) -> StorageAddresses:
         """Put what the attached objects load into its place, as `in_place.read` does. All ranks call it."""
-        self._exchange(choice)
+        self._exchange_large(choice)
         large = {offset for offset, _ in self._spans}
         small = {offset: piece for offset, piece in self._pieces.items() if offset not in large}
         in_place.read_pieces(self._opened.fd, small)
         self._replace()
         return frozenset(piece.untyped_storage().data_ptr() for piece in self._pieces.values())
 
-    def _mapped(self, content: StateDict) -> dict[int, torch.Tensor]:
+    def _mapped_storages(self, content: StateDict) -> dict[int, torch.Tensor]:
         """The memory of each tensor in the mapped state: for those that have no place in an object."""
         offset_of, found = in_place.make_offset_lookup(self._opened.fd), {}
         for tensor in training_state.tensors(content):
@@ -107,9 +108,9 @@ class ProcessState:
                 found[offset] = in_place.bytes_of_storage(storage)
         return found
 
-    def _exchange(self, choice: Choice) -> None:
+    def _exchange_large(self, choice: Choice) -> None:
         """Fill the large targets."""
-        group, holders, targets = self._context.group, choice.ranks, self._targets
+        group, holders, targets = self._context.group, choice.holder_ranks, self._targets
         receivers = [rank for rank in range(group.world_size) if rank not in holders]
         sources = {rank: holders[at % len(holders)] for at, rank in enumerate(receivers)}
         if group.rank in holders:
@@ -118,9 +119,9 @@ class ProcessState:
             self._copy_own(mine, targets)
             to = [rank for rank, source in sources.items() if source == group.rank]
             pieces = [(in_place.bytes_of_storage(mine[offset]), rank) for offset, _ in self._spans for rank in to]
-            _run(dist.isend, pieces)
+            _send_or_receive(dist.isend, pieces)
         else:
-            _run(dist.irecv, [(targets[offset], sources[group.rank]) for offset, _ in self._spans])
+            _send_or_receive(dist.irecv, [(targets[offset], sources[group.rank]) for offset, _ in self._spans])
 
     def _copy_own(self, mine: Mapping[int, torch.UntypedStorage], targets: Mapping[int, torch.Tensor]) -> None:
         """Copy what this rank holds elsewhere than in the objects that load it."""
@@ -129,11 +130,11 @@ class ProcessState:
                 targets[offset].copy_(in_place.bytes_of_storage(mine[offset]))
 
 
-def _run(operation: Any, pieces: list[tuple[torch.Tensor, int]]) -> None:
+def _send_or_receive(operation: Any, pieces: list[tuple[torch.Tensor, int]]) -> None:
     """Send or receive them in this order, a few at a time."""
     under_way: deque[Any] = deque()
     for piece, rank in pieces:
-        if len(under_way) == _AT_ONCE:
+        if len(under_way) == _TENSORS_AT_ONCE:
             under_way.popleft().wait()
         under_way.append(operation(piece, rank))
     for work in under_way:

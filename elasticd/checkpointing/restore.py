@@ -45,7 +45,7 @@ from typing import Any
 from elasticd.channel import Message
 from elasticd.checkpointing.at_fault import committed_state, held_commit, step_files, step_record
 from elasticd.checkpointing.at_fault.donor import Donor
-from elasticd.checkpointing.choice import Choice, Chooser, OpenState, Source
+from elasticd.checkpointing.choice import Choice, Chooser, OpenState, StateSource
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory import held_states
 from elasticd.checkpointing.memory.buffers import Snapshot, donor_of
@@ -65,7 +65,7 @@ from elasticd.errors import CheckpointCorrupt, CheckpointError, UsageError
 
 logger = logging.getLogger("elasticd")
 
-_ALL = 1 << 30
+_KEEP_ALL = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def restore(
         return run.resume()
 
 
-def may_restore(context: SaveContext) -> bool:
+def may_have_state(context: SaveContext) -> bool:
     """A state of this run is in this node's memory, or any in the directory."""
     with contextlib.suppress(OSError, SnapshotRefused):
         if context.writer is not None and context.writer.find_all():
@@ -105,13 +105,13 @@ def may_restore(context: SaveContext) -> bool:
     return True  # a disk or store that cannot be read now
 
 
-def check_unneeded(context: SaveContext) -> None:
+def check_unrestored(context: SaveContext) -> None:
     """Warn, at the first step of a script that has not called `restore()`, that a checkpoint is left unused.
 
     Raises UsageError, on every rank, where a restart has left a checkpoint of its own run unused; a checkpoint of
     another run may be unused on purpose.
     """
-    own, directory = context.environment, context.place
+    own, directory = context.environment, context.chosen_directory
 
     def find() -> Message:
         manifests: list[Manifest] = []
@@ -152,7 +152,7 @@ class Restore:
     ) -> None:
         """`step`: that to go back to, once in a directory; None: the newest one."""
         context = saver.context
-        self._saver, self._context, self._directory = saver, context, context.place
+        self._saver, self._context, self._directory = saver, context, context.chosen_directory
         self._attached, self._optional, self._goes_back = attached, optional, step is not None
         self.opened = OpenState()
         self._held: list[Snapshot] = []
@@ -168,29 +168,29 @@ class Restore:
     def resume(self) -> Resumed | None:
         choice = self._choose()
         if choice is None:
-            if self._context.group.rank == 0 and (repeated := self._find_repeated(0)):
+            if self._context.group.rank == 0 and (repeated := self._repeated_sentences(0)):
                 self._chooser.report(f"there is no checkpoint yet: {repeated[0]}", None)
             return None
         notes: list[str] = []
         error: Exception | None = None
         donor = None
         try:
-            notes, donor = self._load(choice)
+            notes, donor = self._load_all(choice)
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree_on_success(choice, error, notes)
         self._context.parent = choice.manifest.trained_as
         if self._context.group.rank == 0:
             self._report_resumed(choice, resumed, donor)
-        self._take_over(choice)
+        self._make_own(choice)
         return resumed
 
     # --- the choice ---------------------------------------------------------------------------------------------------
 
     def _choose(self) -> Choice | None:
         """The state that every rank has open, or can read; None: there is none."""
-        may_wait = self._saver.shards(self._attached) is not None
-        word = {**self._find_held(), **self._process.to_message()}
+        may_wait = self._saver.sharded_saver(self._attached) is not None
+        word = {**self._find_states_in_memory(), **self._process.to_message()}
         held = self._context.channel.gather_on_rank0("held", json.dumps(word).encode(), "what its node has in memory")
         in_memory, self._chooser.servers = held_states.merge_messages(held)
         self._chooser.states = sorted(
@@ -198,13 +198,13 @@ class Restore:
         )
         attempt = 0
         choice = self._choose_once(attempt, may_wait)
-        while choice is not None and not self._can_use(choice, attempt):
+        while choice is not None and not self._agree_on_choice(choice, attempt):
             self.opened.close()
             attempt += 1
-            choice = self._choose_once(attempt, may_wait=bool(choice.files))
+            choice = self._choose_once(attempt, may_wait=bool(choice.file_holders))
         return choice
 
-    def _find_held(self) -> Message:
+    def _find_states_in_memory(self) -> Message:
         """The states in this node's memory, from its first rank."""
         writer, who = self._context.writer, self._context.environment
         if writer is None or writer.share != 0:
@@ -231,11 +231,11 @@ class Restore:
         key, what, channel = f"restore/{attempt}", "which state it restores", self._context.channel
         message = channel.on_rank0(key, what, lambda: decide(may_wait))
         if "wait" in message:
-            self._settle()
+            self._wait_for_shards()
             message = channel.on_rank0(f"{key}/settled", what, lambda: decide(may_wait=False))
         return Choice.from_message(message) if message["step"] is not None else None
 
-    def _settle(self) -> None:
+    def _wait_for_shards(self) -> None:
         """Wait for the sharded states that earlier rounds have copied to be written: they are the newest ones."""
         writer, channel, rank = self._context.writer, self._context.channel, self._context.group.rank
 
@@ -250,19 +250,19 @@ class Restore:
         if rank == 0:
             settle()
 
-    def _can_use(self, choice: Choice, attempt: int) -> bool:
+    def _agree_on_choice(self, choice: Choice, attempt: int) -> bool:
         """All ranks have it open or can read it, and know their random states. If not, rank 0 has rejected it."""
-        if choice.files:
+        if choice.file_holders:
             return self._agree_on_shards(choice, attempt)
         if choice.manifest.files and not self._agree_on_files(choice, attempt):
             return False
         if choice.in_processes:
-            self._process.open_everywhere(choice)
+            self._process.open_small_part(choice)
             if not self._agree_on_places(choice, attempt):
                 return False
         else:
             self._opener.open_everywhere(choice, attempt)
-        return choice.source is Source.DISK or self._agree_on_draws(choice, attempt)
+        return choice.source is StateSource.DISK or self._agree_on_draws(choice, attempt)
 
     def _agree_on_places(self, choice: Choice, attempt: int) -> bool:
         """Every rank has a place for what processes hold; else another state in processes is next.
@@ -274,19 +274,19 @@ class Restore:
         judge = functools.partial(self._chooser.judge_places, choice)
         verdict = self._context.agree(f"placed/{attempt}", "whether it can receive the state", word, judge)
         if verdict["why"] and not verdict["rejected"]:
-            self._drop_other(choice)
+            self._drop_unchosen(choice)
             raise CheckpointError(verdict["why"])
         return not verdict["why"]
 
-    def _drop_other(self, choice: Choice) -> None:
+    def _drop_unchosen(self, choice: Choice) -> None:
         """This process gives up a state that has not been chosen."""
-        if self._holder is not None and not (choice.in_processes and self._context.group.rank in choice.ranks):
+        if self._holder is not None and not (choice.in_processes and self._context.group.rank in choice.holder_ranks):
             self._holder.drop_held()
 
     def _agree_on_shards(self, choice: Choice, attempt: int) -> bool:
         """Each node can read the parts of a sharded state that other nodes have in memory."""
         context = self._context
-        shards = ShardsInMemory(choice.key, choice.files, choice.servers, context.writer, context.environment)
+        shards = ShardsInMemory(choice.key, choice.file_holders, choice.servers, context.writer, context.environment)
         self.opened.shards = shards
         own = shards.check_readable() if context.environment.local_rank == 0 else ""
         what = f"whether it can read {choice.name} in memory"
@@ -354,7 +354,7 @@ class Restore:
 
         Raises CheckpointError on every rank where a rank does not see the checkpoint, or cannot read it now.
         """
-        entry = choice.placed(self._directory)
+        entry = choice.place_entry(self._directory)
         store = store_of(self._directory)
         word = {"shared": entry.path.is_dir(), "why": ""}
         share, shares = self._context.group.rank, self._context.group.world_size
@@ -386,13 +386,13 @@ class Restore:
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def _load(self, choice: Choice) -> tuple[Notes, int | None]:
+    def _load_all(self, choice: Choice) -> tuple[Notes, int | None]:
         """Load all that is attached; returns sentences about what was not used, and the rank that saved the state at a
         fault.
         """
         content = self.opened.load()
         saved = content[training_state.RESERVED_NAME]
-        self._drop_other(choice)
+        self._drop_unchosen(choice)
         notes = self._load_attached(choice, content)
         saved_by = None if choice.in_processes else donor_of(choice.key[1])
         donor = None if saved_by is None else saved.get(committed_state.DONOR_KEY, saved_by)
@@ -412,7 +412,9 @@ class Restore:
             sharded.load_attached(divided, sharded.divide_whole_state(divided, content))
         if large:
             open_file = (
-                opened.shards.open if opened.shards else shard_plan.open_on_disk(choice.placed(self._directory).path)
+                opened.shards.open
+                if opened.shards
+                else shard_plan.open_on_disk(choice.place_entry(self._directory).path)
             )
             sharded.load_attached(
                 large, shard_plan.load_shards(open_file, lambda metadata: sharded.make_load_targets(large, metadata))
@@ -488,43 +490,47 @@ class Restore:
         if choice.in_memory:
             where += ", in memory"
         if choice.in_processes:
-            where += f", in the processes of rank {', '.join(map(str, choice.ranks))}"
-        reason = "; ".join([where, *self._find_repeated(resumed.step), *resumed.notes])
+            where += f", in the processes of rank {', '.join(map(str, choice.holder_ranks))}"
+        reason = "; ".join([where, *self._repeated_sentences(resumed.step), *resumed.notes])
         path = str(self._directory / choice.name)
         self._context.events.write("resumed", reason, resumed.step, path=path, **origin)
         for note in resumed.notes:
             logger.warning("%s: %s", where, note)
 
-    def _take_over(self, choice: Choice) -> None:
+    def _make_own(self, choice: Choice) -> None:
         """Make the state this round's first, so that what older rounds write later is not loaded."""
         try:
             if self._chooser.entry is not None:
                 checkpoint_files.relink(self._directory, self._chooser.entry, self._context.round)
             elif choice.in_memory:
-                self._adopt(choice)
+                self._adopt_in_memory(choice)
         except (OSError, SnapshotRefused) as error:
             reason = f"{choice.name} could not become round {self._context.round}'s first checkpoint: {error}"
             self._context.warn("checkpoint_failed", reason, self._directory / choice.name, choice.step)
 
-    def _adopt(self, choice: Choice) -> None:
+    def _adopt_in_memory(self, choice: Choice) -> None:
         """The state in memory is this round's from now on, and rank 0's writer makes it a checkpoint of this round.
 
         A sharded one that was whole on its nodes is being written by them, or has been; others are saved again soon.
         """
         context, writer = self._context, self._context.writer
-        if choice.copied:
-            context.owed = f"resumed from copies of {', '.join(choice.copied)}"
+        if choice.copy_only_files:
+            context.owed_reason = f"resumed from copies of {', '.join(choice.copy_only_files)}"
         if writer is None or writer.share != 0:
             return
-        if choice.copied:
+        if choice.copy_only_files:
             writer.are_shards_pending(False, parts_s=0.0)
         ours = next((snapshot for snapshot in self._held if snapshot.key == choice.key), None)
         if ours is not None and choice.key[0] != context.round:
             # How many are kept the script says after `restore()`.
-            task = replace(context.task("resumed from memory", 0.0), keep=_ALL) if context.group.rank == 0 else None
+            task = (
+                replace(context.write_task("resumed from memory", 0.0), keep=_KEEP_ALL)
+                if context.group.rank == 0
+                else None
+            )
             writer.adopt(choice.key, ours.draft.relinked_to(context.round), task)
 
-    def _find_repeated(self, step: int) -> list[str]:
+    def _repeated_sentences(self, step: int) -> list[str]:
         """Sentences, on rank 0, about what the round before has trained, as far as this node knows, and is lost."""
         round = self._context.environment.round - 1
         if self._goes_back or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:

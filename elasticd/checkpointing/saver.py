@@ -49,14 +49,14 @@ from elasticd.checkpointing.state.training_state import RandomState, StateDict
 from elasticd.checkpointing.storage.lineage import highest_round, lineage
 from elasticd.checkpointing.storage.object_url import missing_package_reason, path_or_url, resolve
 from elasticd.checkpointing.whole_saver import MOST_SENT_BYTES, WholeSaver
-from elasticd.errors import CheckpointRefused, StateDiffers, UsageError
+from elasticd.errors import CheckpointRefused, Reason, StateDiffers, UsageError
 from elasticd.heartbeat.record import Phase
 
 logger = logging.getLogger("elasticd")
 
-_TOO_LARGE = "too large: "
+_TOO_LARGE_PREFIX = "too large: "
 """The beginning of a message that stands for a larger one."""
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def parse_interval(every: int | str | timedelta) -> SaveInterval:
@@ -68,7 +68,7 @@ def parse_interval(every: int | str | timedelta) -> SaveInterval:
     if isinstance(every, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)\s*", every)
         if match and float(match[1]) > 0:
-            return SaveInterval(None, float(match[1]) * _UNITS[match[2]])
+            return SaveInterval(None, float(match[1]) * _UNIT_SECONDS[match[2]])
     raise UsageError(
         f'checkpoint(every={every!r}): give a number of steps (50), a time ("30s", "5m", "1h") or a timedelta'
     )
@@ -91,7 +91,7 @@ class Saver:
         """The state can be saved, and is not refused; all ranks know that."""
         self._reported: set[str] = set()
 
-    def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
+    def open_directory(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
         """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks."""
         context = self.context
         if context.directory is not None and (directory is None or resolve(directory) == context.directory):
@@ -109,14 +109,16 @@ class Saver:
             raise UsageError(f"{caller}(): {why}")
         what = f"the lock of the checkpoint directory {path}"
         self._opens += 1
-        opened = context.channel.on_rank0(f"directory/{self._opens}", what, lambda: {"round": self._open_first(path)})
+        opened = context.channel.on_rank0(
+            f"directory/{self._opens}", what, lambda: {"round": self._lock_and_find_round(path)}
+        )
         context.round, context.directory = opened["round"], path
         if context.writer is not None:
-            context.writer.make_task_at_end = context.task_at_end
+            context.writer.make_task_at_end = context.write_task_at_end
             context.writer.before_successor = self._writes.report_lost
         return path
 
-    def _open_first(self, path: Path) -> int:
+    def _lock_and_find_round(self, path: Path) -> int:
         """Lock the directory, on rank 0; returns the round under which this session saves."""
         try:
             self._writes.take_lock(path)
@@ -148,10 +150,10 @@ class Saver:
         every = self.context.every
         return every is not None and every.steps is not None and step % every.steps == 0
 
-    def due_by_time(self) -> str:
+    def due_by_time(self) -> Reason:
         """The reason why a save is due by rank 0's clock, "" if none is; for a decision point."""
-        if self.context.owed and self._shards is not None and not self._shards.is_busy(wait=False):
-            return self.context.owed
+        if self.context.owed_reason and self._shards is not None and not self._shards.is_busy(wait=False):
+            return self.context.owed_reason
         every = self.context.every
         seconds = every.seconds if every else None
         return str(every) if seconds is not None and time.monotonic() - self._last_at >= seconds else ""
@@ -173,15 +175,15 @@ class Saver:
         if not attached:
             raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
         context = self.context
-        context.saves += 1
-        context.owed = ""
+        context.save_count += 1
+        context.owed_reason = ""
         self._last_at = time.monotonic()
-        shards = self.shards(attached)
+        shards = self.sharded_saver(attached)
         in_shards = shards.objects if shards else {}
         attached = {name: obj for name, obj in attached.items() if name not in in_shards}
-        every_rank, too_large = self._collect(step, attached, in_shards, random_state)
-        content = functools.partial(self._content, step, attached, every_rank)
-        self._compare(step, every_rank, too_large, content)
+        every_rank, too_large = self._gather_rank_states(step, attached, in_shards, random_state)
+        content = functools.partial(self._make_content, step, attached, every_rank)
+        self._check_differences(step, every_rank, too_large, content)
         before = context.heartbeat.current_phase
         context.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
@@ -191,7 +193,7 @@ class Saver:
             if wait:
                 what = f"whether the checkpoint of step {step} is on the disk"
                 saved = bool(
-                    context.channel.on_rank0(f"saved/{context.saves}", what, lambda: {"saved": saved})["saved"]
+                    context.channel.on_rank0(f"saved/{context.save_count}", what, lambda: {"saved": saved})["saved"]
                 )
                 self.saved_step = step if saved else self.saved_step
             return saved
@@ -199,7 +201,7 @@ class Saver:
             context.heartbeat.set_phase(before)
             self._last_at = time.monotonic()
 
-    def _collect(
+    def _gather_rank_states(
         self,
         step: int,
         attached: Mapping[str, Any],
@@ -215,17 +217,19 @@ class Saver:
             [random_state or training_state.random_state(context.group.device), own, digests]
         )
         if len(mine) > MOST_SENT_BYTES:
-            mine = f"{_TOO_LARGE}rank {rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
+            mine = f"{_TOO_LARGE_PREFIX}rank {rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
         what = f"random states for the save at step {step}"
-        received = context.channel.gather_on_rank0(f"random/{context.saves}", mine, what)
+        received = context.channel.gather_on_rank0(f"random/{context.save_count}", mine, what)
         if too_large := [
-            sent.decode().removeprefix(_TOO_LARGE) for sent in received if sent.startswith(_TOO_LARGE.encode())
+            sent.decode().removeprefix(_TOO_LARGE_PREFIX)
+            for sent in received
+            if sent.startswith(_TOO_LARGE_PREFIX.encode())
         ]:
             limit = f"at most {MOST_SENT_BYTES >> 20} MB of each rank are sent to rank 0"
             return [], f"{'; '.join(too_large)}; {limit}"
         return list(map(training_state.from_bytes, received)), ""
 
-    def _compare(
+    def _check_differences(
         self, step: int, every_rank: Sequence[Sequence[Any]], too_large: str, content: Callable[[], StateDict]
     ) -> None:
         """Report what differs between ranks; at the first save, on every rank, raise for a state that is refused.
@@ -250,13 +254,15 @@ class Saver:
             return {difference.name: difference.what for difference in different}
 
         if self._accepted:
-            self._report({difference.name: difference.what for difference in differences()} if every_rank else {}, step)
+            self._report_differences(
+                {difference.name: difference.what for difference in differences()} if every_rank else {}, step
+            )
             return
         what = f"whether the state of step {step} can be loaded again"
-        self._report(context.channel.on_rank0(f"first save/{context.saves}", what, check_first), step)
+        self._report_differences(context.channel.on_rank0(f"first save/{context.save_count}", what, check_first), step)
         self._accepted = True
 
-    def _report(self, differences: Mapping[str, str], step: int) -> None:
+    def _report_differences(self, differences: Mapping[str, str], step: int) -> None:
         """Report the difference of each name once: on this rank's stderr, and by rank 0 in the job's log."""
         for name, what in differences.items():
             if name not in self._reported:
@@ -265,14 +271,14 @@ class Saver:
                 if self.context.group.rank == 0:
                     self.context.events.write("message", what, step)
 
-    def _content(self, step: int, attached: Mapping[str, Any], every_rank: Sequence[Sequence[Any]]) -> StateDict:
+    def _make_content(self, step: int, attached: Mapping[str, Any], every_rank: Sequence[Sequence[Any]]) -> StateDict:
         own = self.context.reserved_part(step)
         own["rng"] = [random_state for random_state, _, _ in every_rank]
         if names := list(self.context.per_rank):
             own["per_rank"] = {name: [states[name] for _, states, _ in every_rank] for name in names}
         return {**training_state.collect_states(attached), training_state.RESERVED_NAME: own}
 
-    def shards(self, attached: Mapping[str, Any]) -> ShardedSaver | None:
+    def sharded_saver(self, attached: Mapping[str, Any]) -> ShardedSaver | None:
         """The saver of the sharded objects, None without any; all ranks call it at the same place.
 
         Raises UsageError on every rank where these objects differ between ranks.
@@ -286,5 +292,5 @@ class Saver:
     def close(self, wait: bool = True) -> None:
         """Wait for the last checkpoint, unless the others wait for this rank's end, and release the lock."""
         if wait:
-            self._writes.wait()
+            self._writes.wait_until_saved()
         self._writes.close()

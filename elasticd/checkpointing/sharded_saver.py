@@ -49,7 +49,7 @@ from elasticd.checkpointing.storage.manifest import METADATA, STATE, FileState, 
 from elasticd.checkpointing.storage.object_url import url_of
 from elasticd.errors import UsageError
 
-_BUSY = "the disk is slower than the saves: an earlier state is still being written"
+_BUSY_REASON = "the disk is slower than the saves: an earlier state is still being written"
 
 
 class ShardedSaver:
@@ -65,11 +65,11 @@ class ShardedSaver:
             mine = sharded.structure_digests(objects)
         except UsageError as error:
             mine = {"error": str(error)}
-        probe = self._agree("sharded objects", "what is attached there", mine, self._compare)["probe"]
-        sees = not probe or url_of(context.place) is not None or (context.place / probe).exists()
-        self._agree("shared directory", "whether it sees the checkpoint directory", sees, self._check_shared)
+        probe = self._agree("sharded objects", "what is attached there", mine, self._check_same_structure)["probe"]
+        sees = not probe or url_of(context.chosen_directory) is not None or (context.chosen_directory / probe).exists()
+        self._agree("shared directory", "whether it sees the checkpoint directory", sees, self._check_shared_directory)
 
-    def _compare(self, every: list[dict[str, str]]) -> Message:
+    def _check_same_structure(self, every: list[dict[str, str]]) -> Message:
         """Raises UsageError for other objects than rank 0's; makes a file that all ranks should see."""
         if why := next((words["error"] for words in every if "error" in words), ""):
             raise UsageError(why)
@@ -80,14 +80,14 @@ class ShardedSaver:
                     f"attach({name}=...): its class, parameters, settings, mesh or placements on rank "
                     f"{', '.join(different)} are not those of rank 0; a sharded state needs the same on all ranks"
                 )
-        self._probe = self._context.place / f".probe-{secrets.token_hex(4)}"
+        self._probe = self._context.chosen_directory / f".probe-{secrets.token_hex(4)}"
         try:
             self._probe.touch(0o600)
         except OSError:
             return {"probe": ""}  # the disk may be writable later
         return {"probe": self._probe.name}
 
-    def _check_shared(self, every: list[bool]) -> Message:
+    def _check_shared_directory(self, every: list[bool]) -> Message:
         with contextlib.suppress(OSError):
             self._probe.unlink()
         if blind := [str(rank) for rank, sees in enumerate(every) if not sees]:
@@ -121,7 +121,7 @@ class ShardedSaver:
                 return {"event": "checkpoint_failed", "why": unable}
             # A part that no node is writing and that has not come is lost: with its node's writer, during the copy.
             if self.is_busy(wait, None if others_write else LOST_PART_WAIT_S):
-                return {"event": "checkpoint_dropped", "why": _BUSY}
+                return {"event": "checkpoint_dropped", "why": _BUSY_REASON}
             check_cursor(draft)
             if is_new:
                 check_loadable(sharded.non_tensor_values(state))
@@ -145,15 +145,15 @@ class ShardedSaver:
         try:
             token = self._copy(draft, self._plan, layout, why, start)
         except OSError as error:
-            self._report_lost(draft, error)
+            self._report_lost_part(draft, error)
             is_lost = True
         if token is not None:
-            return self._write(draft, token, self._plan, layout, why, start)
+            return self._write_now(draft, token, self._plan, layout, why, start)
         if wait:
-            self._settle()
-        return not is_lost and (self._writes.wait() if wait else context.group.rank == 0)
+            self._wait_for_parts()
+        return not is_lost and (self._writes.wait_until_saved() if wait else context.group.rank == 0)
 
-    def _settle(self) -> None:
+    def _wait_for_parts(self) -> None:
         """Tell the first node to wait no longer, once all other nodes have written their parts or lost them."""
         writer, timeout_s, has_ended = self._context.writer, self._context.channel.timeout_s, True
         if writer is not None and writer.share == 0 and self._context.group.rank != 0:
@@ -174,7 +174,7 @@ class ShardedSaver:
 
     def _agree(self, key: str, what: str, mine: Any, decide: Callable[[list[Any]], Message]) -> Message:
         """Rank 0's decision about every rank's word, on every rank."""
-        channel, number = self._context.channel, self._context.saves
+        channel, number = self._context.channel, self._context.save_count
 
         def decide_and_tidy(every: list[Any]) -> Message:
             if channel.store is not None and number > 1:
@@ -198,11 +198,12 @@ class ShardedSaver:
     def _copy(self, draft: Manifest, plan: ShardPlan, layout: Layout | None, why: str, start: float) -> str | None:
         """Copy this rank's part into its node's memory.
 
-        Returns None, or a token for `_write` where a node takes no copy. Raises OSError if the writer ends meanwhile.
+        Returns None, or a token for `_write_now` where a node takes no copy. Raises OSError if the writer ends
+        meanwhile.
         """
         context = self._context
-        fd, files, refused = self._borrow(draft, plan, layout)
-        self._serve()
+        fd, files, refused = self._borrow_buffer(draft, plan, layout)
+        self._publish_server()
         try:
 
             def decide(every: list[str]) -> Message:
@@ -216,7 +217,7 @@ class ShardedSaver:
                     self._writes.report_refusal(answer["refused"], draft.step)
                 return str(answer["token"])
             for name, (offset, _) in files.items():
-                content = self._content(name, plan, layout)
+                content = self._file_content(name, plan, layout)
                 if name != shard_name(context.group.rank):  # its size differs from save to save
                     shard_plan.write_pieces(fd, offset, content)
                     continue
@@ -231,15 +232,17 @@ class ShardedSaver:
         node, nodes, token = context.environment.node, context.environment.nodes, answer["token"]
 
         def task() -> WriteTask:
-            own = replace(context.task(why, time.monotonic() - start), token=token, node=node, nodes=nodes)
+            own = replace(context.write_task(why, time.monotonic() - start), token=token, node=node, nodes=nodes)
             return own if node == 0 else replace(own, events="")
 
         assert context.writer is not None
-        context.writer.report_copied(draft, context.saves, context.writer.share, task, files, self._partner())
-        self._writes.expect(draft.step)
+        context.writer.report_copied(
+            draft, context.save_count, context.writer.share, task, files, self._partner_message()
+        )
+        self._writes.expect_write(draft.step)
         return None
 
-    def _report_lost(self, draft: Manifest, error: OSError) -> None:
+    def _report_lost_part(self, draft: Manifest, error: OSError) -> None:
         """This node's part is lost with its writer, and so is the checkpoint."""
         writer = self._context.writer
         assert writer is not None
@@ -247,7 +250,7 @@ class ShardedSaver:
         if writer.share == 0:
             self._context.warn_failed(draft.step, f"the writer has ended: {error}")
 
-    def _serve(self) -> None:
+    def _publish_server(self) -> None:
         """Before all ranks agree about the copy: where this node's part will be read, for the next node."""
         context, who = self._context, self._context.environment
         if context.writer is None or not self._keeps_copies(context.writer):
@@ -262,7 +265,7 @@ class ShardedSaver:
         self._is_unserved = server is None
         context.channel.put(f"shards/{who.node}", json.dumps(server).encode())
 
-    def _partner(self) -> Message | None:
+    def _partner_message(self) -> Message | None:
         """The node before this one, of whose part this node's writer makes a copy."""
         context, who = self._context, self._context.environment
         if context.writer is None or not self._keeps_copies(context.writer):
@@ -277,7 +280,7 @@ class ShardedSaver:
         """This rank is the one that asks its node's writer for copies."""
         return self._context.partner_copies and self._context.environment.nodes > 1 and writer.share == 0
 
-    def _borrow(
+    def _borrow_buffer(
         self, draft: Manifest, plan: ShardPlan, layout: Layout | None
     ) -> tuple[int, dict[str, tuple[int, int]], str]:
         """The node's buffer, where this rank's files go in it, and why there is none."""
@@ -292,12 +295,14 @@ class ShardedSaver:
             end += len(plan.metadata) + layout.bytes
         try:
             shares = (writer.share, writer.shares)
-            fd, _ = writer.borrow_buffer(replace(draft, bytes=end), self._context.saves, *shares, digest="", copies=1)
+            fd, _ = writer.borrow_buffer(
+                replace(draft, bytes=end), self._context.save_count, *shares, digest="", copies=1
+            )
         except (OSError, SnapshotRefused) as error:
             return -1, {}, str(error)
         return fd, files, ""
 
-    def _content(self, name: str, plan: ShardPlan, layout: Layout | None) -> Any:
+    def _file_content(self, name: str, plan: ShardPlan, layout: Layout | None) -> Any:
         """Return the bytes of one of this rank's files, piece by piece."""
         if name == METADATA:
             return iter([plan.metadata])
@@ -307,18 +312,18 @@ class ShardedSaver:
             return iter([small.getbuffer()])
         return plan.content()
 
-    def _write(
+    def _write_now(
         self, draft: Manifest, token: str, plan: ShardPlan, layout: Layout | None, why: str, start: float
     ) -> bool:
         """All ranks write their files; rank 0 commits them."""
         context, group = self._context, self._context.group
         names = [shard_name(group.rank), *((METADATA, STATE) if layout is not None else ())]
-        contents = {name: state_files.stream(self._content(name, plan, layout)) for name in names}
-        key, what = f"part/{context.saves}", f"its part of the checkpoint of step {draft.step}"
+        contents = {name: state_files.stream(self._file_content(name, plan, layout)) for name in names}
+        key, what = f"part/{context.save_count}", f"its part of the checkpoint of step {draft.step}"
         if group.rank != 0:
             folder = context.channel.on_rank0(key, "the staging directory", dict)["folder"]
             if folder:
-                part = state_files.write_other_part(context.place, draft, token, group.rank, contents)
+                part = state_files.write_other_part(context.chosen_directory, draft, token, group.rank, contents)
                 context.channel.gather_on_rank0(key, json.dumps(part).encode(), what)
             return False
         opened = False

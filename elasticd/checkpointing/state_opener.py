@@ -30,7 +30,7 @@ from elasticd.checkpointing.storage.atomic_write import write_at
 from elasticd.checkpointing.storage.lineage import Entry, lineage, open_verified
 from elasticd.checkpointing.storage.manifest import STATE
 from elasticd.checkpointing.storage.object_store import store_of
-from elasticd.errors import CheckpointCorrupt
+from elasticd.errors import CheckpointCorrupt, Reason
 
 
 class StateOpener:
@@ -58,7 +58,7 @@ class StateOpener:
             f"read{suffix}",
             "whether it can read the state",
             answer,
-            functools.partial(self._plan, choice),
+            functools.partial(self._plan_sending, choice),
             f"send{suffix}",
         )
         lacking = plan["receivers"]
@@ -71,7 +71,7 @@ class StateOpener:
             write = functools.partial(write_at, opened.fd) if receives else None
             transfer.broadcast_spans(opened.fd, plan["sender"], [(0, choice.manifest.bytes)], group, write)
 
-    def _plan(self, choice: Choice, answers: list[ReadAnswer]) -> SendingPlan:
+    def _plan_sending(self, choice: Choice, answers: list[ReadAnswer]) -> SendingPlan:
         """Rank 0: who sends the state, and to whom: all ranks of a host where one cannot read it."""
         plan = transfer.plan_sending(choice.name, answers, choice.manifest.bytes)
         if plan["receivers"] and not choice.in_memory:
@@ -126,7 +126,7 @@ class StateOpener:
         ranks: list[int] = context.agree(f"opened{suffix}", "whether it has the state", error, lacking)["ranks"]
         return ranks
 
-    def open_here(self, choice: Choice) -> str:
+    def open_here(self, choice: Choice) -> Reason:
         """Open the chosen state; returns the error, "" for none. In a directory one rank a node compares checksums."""
         try:
             if choice.in_memory:
@@ -135,7 +135,7 @@ class StateOpener:
                 self._opened.fd, _, _ = self._context.writer.open_buffer(choice.key)
                 return ""
             if store_of(self._directory) is not None:  # on each rank: a damaged copy is made again while others read
-                return self._open_verified(choice.placed(self._directory))
+                return self._open_verified(choice.place_entry(self._directory))
             wanted = choice.manifest
             for entry in lineage(self._directory)[0]:
                 there = entry.manifest
@@ -148,6 +148,6 @@ class StateOpener:
             return str(error)
         return f"there is no {choice.name} with rank 0's checksum"
 
-    def _open_verified(self, entry: Entry) -> str:
+    def _open_verified(self, entry: Entry) -> Reason:
         self._opened.fd, self._opened.checksum = open_verified(entry), entry.manifest.checksum
         return ""

@@ -25,7 +25,7 @@ from elasticd.checkpointing.storage.manifest import STATE, Manifest, parse
 MOST_SENT_BYTES = 8 << 20
 """The most that rank 0 sends to every node at a save: buffers, random states, numbers. A larger part that is not equal
 on all ranks, such as averaged weights, is kept on rank 0's node only. Also the most that rank 0 gets from each rank."""
-_NOT_SAVED = b"not saved"
+_NOT_SAVED_MESSAGE = b"not saved"
 """The message of a rank 0 that cannot save this time, in place of its part."""
 
 
@@ -52,37 +52,37 @@ class WholeSaver:
         if not is_rank0 and not (context.writer and self._keeps_copies):
             return False
         if unable:
-            self._send_own(lambda: _NOT_SAVED)
+            self._send_rank0_part(lambda: _NOT_SAVED_MESSAGE)
             context.warn_failed(draft.step, unable)
             return False
         state = content()
         if is_rank0:
             check_loadable(state)
         layout = Layout(
-            state, training_state.replicated_storages(attached, context.group.world_size), save=context.saves
+            state, training_state.replicated_storages(attached, context.group.world_size), save=context.save_count
         )
         draft = context.draft(draft.step, layout.bytes, draft.cursor)
         if is_rank0:
             check_cursor(draft)
-        exchanged = self._exchange_own(draft, layout)
+        exchanged = self._exchange_rank0_part(draft, layout)
         if exchanged is None:
             return False
-        has_copied = self._copy(*exchanged, layout, why, start)
+        has_copied = self._copy_share(*exchanged, layout, why, start)
         if not is_rank0:
             return False
         if not has_copied:
             return self._writes.write_now(draft, lambda staging: {STATE: layout.write_file(staging.path)}, why, start)
-        return self._writes.wait() if wait else True
+        return self._writes.wait_until_saved() if wait else True
 
-    def _send_own(self, make: Callable[[], bytes]) -> None:
+    def _send_rank0_part(self, make: Callable[[], bytes]) -> None:
         """Send rank 0's part of the state to every node that keeps a copy: all of them have read the one before."""
-        environment, channel, number = self._context.environment, self._context.channel, self._context.saves
+        environment, channel, number = self._context.environment, self._context.channel, self._context.save_count
         if environment.nodes > 1 and environment.round:
             channel.put(f"own/{number}", make())
             if number > 1:
                 channel.delete(f"own/{number - 1}")
 
-    def _exchange_own(self, draft: Manifest, layout: Layout) -> tuple[Manifest, Callable[[int], None]] | None:
+    def _exchange_rank0_part(self, draft: Manifest, layout: Layout) -> tuple[Manifest, Callable[[int], None]] | None:
         """Rank 0's draft, and a function that writes rank 0's part of the state into a file; None if rank 0 does not
         save.
         """
@@ -94,7 +94,7 @@ class WholeSaver:
             return header.encode() + b"\n" + packed if packed else b""
 
         if context.group.rank == 0:
-            self._send_own(own)
+            self._send_rank0_part(own)
             return draft, layout.copy_own
         writer = context.writer
         if writer is None or writer.is_first_node:
@@ -105,9 +105,9 @@ class WholeSaver:
             self._report_no_copy(writer, why, draft.step)
         elif writer.share == 0:
             sent = context.channel.read_from_rank0(
-                f"own/{context.saves}", f"rank 0's part of the state of step {draft.step}"
+                f"own/{context.save_count}", f"rank 0's part of the state of step {draft.step}"
             )
-            if sent == _NOT_SAVED:
+            if sent == _NOT_SAVED_MESSAGE:
                 return None
             described, _, packed = sent.partition(b"\n")
             of_rank0 = json.loads(described) if packed else {}
@@ -120,24 +120,28 @@ class WholeSaver:
 
     def _report_no_copy(self, writer: WriterClient, why: str, step: int) -> None:
         if writer.share == 0:
-            self._context.message(f"this node keeps no copy of the state in memory: {why}", step)
+            self._context.report(f"this node keeps no copy of the state in memory: {why}", step)
 
-    def _copy(self, draft: Manifest, copy_own: Callable[[int], None], layout: Layout, why: str, start: float) -> bool:
+    def _copy_share(
+        self, draft: Manifest, copy_own: Callable[[int], None], layout: Layout, why: str, start: float
+    ) -> bool:
         """Copy this rank's share into the writer's memory; False where rank 0 has to write the checkpoint itself."""
         context = self._context
         if context.writer is None or not self._keeps_copies:
             return False
 
         def task() -> WriteTask:
-            return context.task(why, time.monotonic() - start)
+            return context.write_task(why, time.monotonic() - start)
 
         try:
-            context.writer.copy_share(draft, context.saves, layout, copy_own, task if context.group.rank == 0 else None)
+            context.writer.copy_share(
+                draft, context.save_count, layout, copy_own, task if context.group.rank == 0 else None
+            )
         except (OSError, SnapshotRefused) as error:
             refusal = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
             self._writes.report_refusal(refusal, draft.step)
             if isinstance(error, OSError):
                 self._writes.report_lost()
             return False
-        self._writes.expect(draft.step)
+        self._writes.expect_write(draft.step)
         return True

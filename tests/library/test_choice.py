@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elasticd.checkpointing.at_fault import step_files
-from elasticd.checkpointing.choice import Choice, Chooser, OpenState, Source
+from elasticd.checkpointing.choice import Choice, Chooser, OpenState, StateSource
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.held_states import HeldState, newest_first_key
@@ -44,7 +44,7 @@ def save(directory: Path, state: State) -> None:
     )
 
 
-def chosen(made: Chooser) -> tuple[Source, int, int] | None:
+def chosen(made: Chooser) -> tuple[StateSource, int, int] | None:
     choice = made.choose()
     return None if choice is None else (choice.source, choice.manifest.round, choice.step)
 
@@ -53,37 +53,37 @@ def chosen(made: Chooser) -> tuple[Source, int, int] | None:
     ("in_memory", "on_disk", "expected"),
     [
         ([], [], None),
-        ([(1, 10)], [], (Source.MEMORY, 1, 10)),
-        ([(1, 10)], [(1, 5)], (Source.MEMORY, 1, 10)),
-        ([(1, 10)], [(1, 10)], (Source.MEMORY, 1, 10)),
-        ([(1, 10)], [(1, 15)], (Source.DISK, 1, 15)),
-        ([(1, 10)], [(2, 5)], (Source.DISK, 2, 5)),  # a round that has left anything has superseded older ones
-        ([(2, 10), (1, 15)], [(1, 15)], (Source.MEMORY, 2, 10)),
+        ([(1, 10)], [], (StateSource.MEMORY, 1, 10)),
+        ([(1, 10)], [(1, 5)], (StateSource.MEMORY, 1, 10)),
+        ([(1, 10)], [(1, 10)], (StateSource.MEMORY, 1, 10)),
+        ([(1, 10)], [(1, 15)], (StateSource.DISK, 1, 15)),
+        ([(1, 10)], [(2, 5)], (StateSource.DISK, 2, 5)),  # a round that has left anything has superseded older ones
+        ([(2, 10), (1, 15)], [(1, 15)], (StateSource.MEMORY, 2, 10)),
     ],
 )
 def test_newest_state(
-    tmp_path: Path, in_memory: list[State], on_disk: list[State], expected: tuple[Source, int, int] | None
+    tmp_path: Path, in_memory: list[State], on_disk: list[State], expected: tuple[StateSource, int, int] | None
 ) -> None:
     for state in on_disk:
         save(tmp_path, state)
     opened = OpenState()
     assert chosen(chooser(tmp_path, 3, in_memory, opened)) == expected
-    assert (opened.fd >= 0) == (expected is not None and expected[0] is Source.DISK)
+    assert (opened.fd >= 0) == (expected is not None and expected[0] is StateSource.DISK)
     opened.close()
 
 
 @pytest.mark.parametrize(
     ("held", "in_memory", "on_disk", "expected"),
     [
-        ((1, 10), [], [], (Source.PROCESS, 1, 10)),
-        ((1, 10), [(1, 10)], [(1, 10)], (Source.PROCESS, 1, 10)),
-        ((1, 10), [(1, 11)], [], (Source.MEMORY, 1, 11)),
-        ((1, 10), [(2, 5)], [], (Source.MEMORY, 2, 5)),
-        ((1, 10), [(1, 5)], [(1, 15)], (Source.DISK, 1, 15)),
+        ((1, 10), [], [], (StateSource.PROCESS, 1, 10)),
+        ((1, 10), [(1, 10)], [(1, 10)], (StateSource.PROCESS, 1, 10)),
+        ((1, 10), [(1, 11)], [], (StateSource.MEMORY, 1, 11)),
+        ((1, 10), [(2, 5)], [], (StateSource.MEMORY, 2, 5)),
+        ((1, 10), [(1, 5)], [(1, 15)], (StateSource.DISK, 1, 15)),
     ],
 )
 def test_newest_state_where_processes_hold_one(
-    tmp_path: Path, held: State, in_memory: list[State], on_disk: list[State], expected: tuple[Source, int, int]
+    tmp_path: Path, held: State, in_memory: list[State], on_disk: list[State], expected: tuple[StateSource, int, int]
 ) -> None:
     for state in on_disk:
         save(tmp_path, state)
@@ -113,7 +113,7 @@ def test_state_that_has_no_place_in_a_rank(
     words = [{"why": "no place" * (rank in failed), "holds": rank in (0, *others)} for rank in range(3)]
     verdict = made.judge_places(made.choose(), words)
     assert bool(verdict["why"]) == bool(failed)
-    assert (verdict["rejected"], made.choose().ranks) == expected
+    assert (verdict["rejected"], made.choose().holder_ranks) == expected
 
 
 def test_state_that_a_round_has_refused_is_not_chosen_by_the_rounds_after_it(
@@ -130,16 +130,16 @@ def test_state_that_a_round_has_refused_is_not_chosen_by_the_rounds_after_it(
             made.reject_held(choice, "rank 1 draws random numbers", below=choice.step)
             step_files.refuse_states([(choice.manifest.round, choice.number)])
         assert made.choose() is None
-    assert chosen(chooser(tmp_path, 4, [(1, 10), (1, 9)])) == (Source.MEMORY, 1, 9), "an older one was not refused"
+    assert chosen(chooser(tmp_path, 4, [(1, 10), (1, 9)])) == (StateSource.MEMORY, 1, 9), "an older one was not refused"
 
 
 def test_choice_survives_its_way_to_the_other_ranks() -> None:
     draft = Manifest(2, 10, (1, 5), 2, 8, NO_CHECKSUM, "job", "1", {"seed": 1}, 1.5)
-    in_shards = {"files": {"a": [0, 1]}, "servers": {0: ("host", 1)}, "copied": ["a"]}
+    in_shards = {"file_holders": {"a": [0, 1]}, "servers": {0: ("host", 1)}, "copy_only_files": ["a"]}
     for choice in (
-        Choice(Source.DISK, draft, "r2-s10.again"),
-        Choice(Source.MEMORY, draft, "r2-s10", number=3, key=(2, 3), has_alike=True, step_on_disk=5),
-        Choice(Source.PROCESS, draft, "r2-s10", number=3, key=(2, 3), ranks=[0, 2]),
-        Choice(Source.MEMORY, draft, "r2-s10", number=3, key=(2, 3), **in_shards),  # type: ignore[arg-type]
+        Choice(StateSource.DISK, draft, "r2-s10.again"),
+        Choice(StateSource.MEMORY, draft, "r2-s10", number=3, key=(2, 3), has_alike=True, step_on_disk=5),
+        Choice(StateSource.PROCESS, draft, "r2-s10", number=3, key=(2, 3), holder_ranks=[0, 2]),
+        Choice(StateSource.MEMORY, draft, "r2-s10", number=3, key=(2, 3), **in_shards),  # type: ignore[arg-type]
     ):
         assert Choice.from_message(choice.to_message()) == choice

@@ -173,7 +173,7 @@ def test_forked_child_leaves_what_is_its_parents(
         wait_for_result=lambda *_: asked.append("wait") or {"saved": True, "path": "", "why": ""}
     )
     writes = writes_of(tmp_path, writer_of_saves)
-    writes.expect(10)
+    writes.expect_write(10)
     rank, writer = two_ranks.donor(0)
     with writer, contextlib.closing(rank):
         rank.begin_commit()
@@ -184,18 +184,18 @@ def test_forked_child_leaves_what_is_its_parents(
         with monkeypatch.context() as child:
             child.setattr(os, "getpid", lambda: -1)
             train()
-            assert not writes.wait()
+            assert not writes.wait_until_saved()
             rank.close()
         assert asked == [5]
         train()
-        assert writes.wait()
+        assert writes.wait_until_saved()
         assert asked == [5, 5, "wait"], "the parent goes on"
 
 
 def writes_of(folder: Path, writer: Any, events: Any = NOTHING) -> DirectoryWrites:
     phase = SimpleNamespace(current_phase=None, set_phase=lambda _: None)
     parts: Any = (NOTHING, DefaultGroup(0, 2, CPU, False), SimpleNamespace(timeout_s=1), events, phase, folder)
-    return DirectoryWrites(SaveContext(*parts, round=1, saves=4, writer=writer))
+    return DirectoryWrites(SaveContext(*parts, round=1, save_count=4, writer=writer))
 
 
 def backward(model: DistributedDataParallel) -> None:
@@ -221,12 +221,12 @@ def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, lea
     lost = {"saved": False, "path": "", "why": WRITER_KILLED_REASON}
     writer = SimpleNamespace(close=lambda: None, find_all=lambda: states, wait_for_result=lambda *_: lost)
     writes = writes_of(tmp_path, writer, note)
-    writes.expect(20)
-    tell = writes.report_lost if learned == "at the next save" else writes.wait
+    writes.expect_write(20)
+    tell = writes.report_lost if learned == "at the next save" else writes.wait_until_saved
     for _ in range(2):
         assert not tell()  # type: ignore[func-returns-value]
     assert [step for kind, step in events if kind == "checkpoint_failed"] == ([] if held else [20])
-    writes.wait()  # else it would at the end of this process
+    writes.wait_until_saved()  # else it would at the end of this process
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elasticd.checkpointing.choice import Choice, OpenState, Source
+from elasticd.checkpointing.choice import Choice, OpenState, StateSource
 from elasticd.checkpointing.memory import last_write, state_files
 from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask, donated_number
 from elasticd.checkpointing.state_opener import StateOpener
@@ -463,7 +463,7 @@ def test_no_rank_opens_a_damaged_copy(nodes: Any, local_rank: int) -> None:
     copy.write_bytes(_flipped(content))
     rank = SimpleNamespace(environment=SimpleNamespace(local_rank=local_rank))
     opened = OpenState()
-    choice = Choice(Source.DISK, entry.manifest, entry.path.name)
+    choice = Choice(StateSource.DISK, entry.manifest, entry.path.name)
     assert StateOpener(cast("Any", rank), node.directory, opened, []).open_here(choice) == ""
     assert os.pread(opened.fd, len(content), 0) == content
     opened.close()
