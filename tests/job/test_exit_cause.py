@@ -11,7 +11,7 @@ from elasticd_agent.job.exit_cause import (
     describe_peer_loss,
     describe_primary_exception,
     follows_peer_failure,
-    is_secondary,
+    has_external_cause,
     is_user_error,
     repeat_key,
     shareable_error,
@@ -90,7 +90,7 @@ RuntimeError: no data
 def test_shared_error_and_secondary_failure(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
     """Whose fault."""
     assert shareable_error(exit) == is_mistake
-    assert is_secondary(exit) is is_victim
+    assert has_external_cause(exit) is is_victim
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_may_be_secondary(exit: WorkerExited, lost_a_peer: bool) -> None:
 )
 def test_describe_peer_loss(exit: WorkerExited, why: str) -> None:
     """A rank that was out of memory was told of as one that had lost its peers."""
-    assert is_secondary(exit)
+    assert has_external_cause(exit)
     assert describe_peer_loss(exit) == why
 
 

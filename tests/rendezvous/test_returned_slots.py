@@ -287,7 +287,7 @@ def test_no_job_waits_longer_or_loses_its_checkpoints_because_slots_start(
     least = min(fewest[0], *(len(s) for s in usable))  # a node announces no fewer
     asked = Requirements(least, 4, min(fewest[1], len(names)), 3)
     seen = View(current, records, asked, failures=(failure,), failure_seen_at=NOW - 5, round_seen_at=ROUND_AT)
-    patient, prompt = plan(seen.with_all_ready, POLICY, NOW), plan(seen, POLICY, NOW)
+    patient, prompt = plan(seen.with_starting_as_ready, POLICY, NOW), plan(seen, POLICY, NOW)
     assert type(prompt) is type(patient)
     if isinstance(prompt, Round) and isinstance(patient, Round):
         assert len(prompt.members) >= asked.min_nodes

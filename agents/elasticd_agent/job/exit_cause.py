@@ -84,8 +84,8 @@ def is_own_failure(report: ExitReport | None) -> bool:
     return not (report.type == "RuntimeError" and any(text in report.message for text in _EXTERNAL_TEXTS))
 
 
-def is_secondary(exit: WorkerExited) -> bool:
-    """True if the worker raised because of another failure."""
+def has_external_cause(exit: WorkerExited) -> bool:
+    """True if the worker raised because of a peer, the network or the machine."""
     report = exit.exit_report
     return report is not None and report.kind == "exception" and not is_own_failure(report)
 
@@ -93,7 +93,7 @@ def is_secondary(exit: WorkerExited) -> bool:
 def follows_peer_failure(exit: WorkerExited) -> bool:
     """True if a peer's connection ended, which may not be reported yet: its own exit names the root cause."""
     report = exit.exit_report
-    if report is None or not is_secondary(exit):
+    if report is None or not has_external_cause(exit):
         return False
     if _is_rank_0_failure(report):
         return True
@@ -160,7 +160,7 @@ def repeat_key(exit: WorkerExited, *, shared: bool) -> str:
     # Their messages differ: sizes and pids, the time that a rank has waited, which rank reports it.
     if report is not None and report.type.rpartition(".")[2] in _KEYED_BY_TYPE:
         return report.type
-    if is_secondary(exit) or (exit.status.signal in _OUTSIDE_SIGNALS and not exit.status.out_of_memory):
+    if has_external_cause(exit) or (exit.status.signal in _OUTSIDE_SIGNALS and not exit.status.out_of_memory):
         return ""
     return describe_exit(exit) if shared else f"rank {exit.rank} {describe_exit(exit)}"
 

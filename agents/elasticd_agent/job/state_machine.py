@@ -28,7 +28,7 @@ from elasticd_agent.job.exit_cause import (
     describe_exit,
     describe_peer_loss,
     follows_peer_failure,
-    is_secondary,
+    has_external_cause,
     is_user_error,
     repeat_key,
     shareable_error,
@@ -115,7 +115,7 @@ def step(phase: Phase, event: Event, rules: StateMachineRules) -> Transition:
 
 def _step(phase: Phase, event: Event, rules: StateMachineRules) -> Transition:
     if isinstance(event, PeerLost):
-        if not is_secondary(event.exit):
+        if not has_external_cause(event.exit):
             return phase, []  # its own failure: it ends after a while
         event = event.exit
     match phase:
@@ -385,7 +385,7 @@ def _crash(
 
     `ended` are the other exits; a rank that exited with code 0 may be the lost peer.
     """
-    if is_secondary(exit):
+    if has_external_cause(exit):
         ranks = sorted(e.rank for e in ended if e.status.ok)
         left = (
             f" after rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} had ended with code 0" if ranks else ""

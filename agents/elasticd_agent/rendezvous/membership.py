@@ -395,7 +395,7 @@ def _preferred_candidates(
 ) -> list[PresentNode]:
     """The candidates without those that cool off or lack slots, unless too few are left."""
     able = [p for p in candidates if not cooloff_left_s(p.record.id, excluded, policy)]
-    avoided = avoided_slots(view.with_all_ready, quarantined)
+    avoided = avoided_slots(view.with_starting_as_ready, quarantined)
     able = [p for p in able if has_enough_slots(p.record, view, avoided)]
     avoided = avoided_slots(view, quarantined)
     ready = [p for p in able if has_enough_slots(p.record, view, avoided)]

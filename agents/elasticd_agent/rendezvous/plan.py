@@ -194,7 +194,7 @@ def plan(view: View, policy: Policy, now: float) -> Verdict:
     """The next Round, numbered above the current one; or what must happen before it; or why there is none."""
     verdict = _plan(view, policy, now)
     if policy.grow == "never" and isinstance(verdict, Round):
-        patient = _plan(view.with_all_ready, policy, now)
+        patient = _plan(view.with_starting_as_ready, policy, now)
         if isinstance(patient, Round) and patient.world_size > verdict.world_size:
             verdict = patient  # a Round without a slot that starts would stay without it
     if isinstance(verdict, Wait) and verdict.too_few_nodes and view.too_few_nodes_since is not None:
@@ -548,7 +548,7 @@ def _update_strikes(
 def _can_spare(view: View, ledger: dict[tuple[str, int], QuarantinedSlot], at: tuple[str, int]) -> bool:
     """True if the node has enough slots without this one, or the job enough nodes without the node."""
     quarantined = (*(q for other, q in ledger.items() if other != at), QuarantinedSlot(*at, strikes=0, left_s=1.0))
-    avoided = avoided_slots(view.with_all_ready, quarantined)
+    avoided = avoided_slots(view.with_starting_as_ready, quarantined)
     here = [p.record for p in view.nodes if not p.record.leaving and has_enough_slots(p.record, view, avoided)]
     return at[0] in {record.id for record in here} or len(here) >= view.requirements.min_nodes
 
@@ -607,7 +607,7 @@ def _next_round(
     if (
         not isinstance(members, Wait) and _world_size(members) < current.required_size
     ):  # what failed before is better than none
-        members = _members(replace(running, view=view.with_all_ready), lost, (), ())
+        members = _members(replace(running, view=view.with_starting_as_ready), lost, (), ())
     if isinstance(members, Wait):
         return replace(members, why="; ".join(filter(None, [why, members.why])))
     if _world_size(members) < current.required_size:
@@ -635,7 +635,7 @@ def _next_round(
     reason = f"{why}; restart with {_size_phrase(view, members)}"
     if first.directory != current.directory:
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
-    hang_places, hang_steps = _hang_places(running)
+    hang_places, hang_steps = _update_hang_places(running)
     return replace(
         current,
         number=number,
@@ -690,7 +690,7 @@ def _starting_phrases(view: View, current: Round, members: tuple[Member, ...]) -
     return [f"{plural(len(slots), 'slot')} {listing(slots)} of {node} starts" for node, slots in left.items()]
 
 
-def _hang_places(running: _RunningRound) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+def _update_hang_places(running: _RunningRound) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
     """Counts of groups killed for each wait, and the steps after which; the newest ones are last."""
     times, steps = dict(running.current.hang_places), dict(running.current.hang_steps)
     new_steps = {place: failure.hang_step for failure in running.failures for place in failure.places}

@@ -324,15 +324,15 @@ class ViewReader:
         self._keys = keys
         self._requirements = requirements
         self._observations = observations
-        self._round_at: dict[int, float] = {}
-        self._failed_at: dict[int, float] = {}
+        self._round_seen_at: dict[int, float] = {}
+        self._failure_seen_at: dict[int, float] = {}
         self._failures: dict[int, int] = {}
         self._joined_at: dict[Identity, float] = {}
         self._slots: dict[Identity, tuple[Collection[int], float]] = {}
         self._absent_since: dict[str, float] = {}
         self._leaving: dict[Identity, str] = {}
-        self._short_since: float | None = None
-        self._short_in, self._read_at, self._unseen = 0, 0.0, False
+        self._too_few_nodes_since: float | None = None
+        self._too_few_nodes_in, self._read_at, self._unseen = 0, 0.0, False
         self.too_few_nodes = False  #: by the last verdict; `too_few_nodes_since` counts from the first one
 
     def reset(self) -> None:
@@ -346,7 +346,7 @@ class ViewReader:
 
     def forget_before(self, number: int) -> None:
         """Round `number` was published."""
-        for times in (self._round_at, self._failed_at):
+        for times in (self._round_seen_at, self._failure_seen_at):
             for old in [known for known in times if known < number]:
                 del times[old]
 
@@ -359,7 +359,7 @@ class ViewReader:
         records = self._cache.records(self._keys.nodes, NodeRecord)
         done = self._cache.list(self._keys.done(number))
         if failures:
-            self._failed_at.setdefault(number, now)
+            self._failure_seen_at.setdefault(number, now)
         present = {r.id for r in records}
         self._observations.nodes_listed(present, now)
         members = current.members if current is not None else ()
@@ -378,13 +378,13 @@ class ViewReader:
             first_round_number=facts.first_round_number,
             checkpoint=_newest_checkpoint(records, facts, current),
             high_water=max([facts.high_water, *(r.high_water for r in records)]),
-            round_seen_at=self._round_at.setdefault(number, now),
-            failure_seen_at=self._failed_at.get(number, now),
+            round_seen_at=self._round_seen_at.setdefault(number, now),
+            failure_seen_at=self._failure_seen_at.get(number, now),
             absent_since=tuple(self._absent_since.items()),
             leave_reasons=tuple((node, why) for (node, _), why in self._leaving.items() if node in self._absent_since),
             store_up_since=self._observations.store_up_since,
             next_step_due=facts.next_step_due,
-            too_few_nodes_since=self._update_short_since(records, number, now),
+            too_few_nodes_since=self._update_too_few_nodes_since(records, number, now),
             silent_since=tuple(self._observations.silent_since.items()),
         )
 
@@ -394,16 +394,16 @@ class ViewReader:
         self._slots[identity] = ready, at if slots == ready else now
         return PresentNode(record, self._joined_at.setdefault(identity, now), self._slots[identity][1])
 
-    def _update_short_since(self, records: Sequence[NodeRecord], number: int, now: float) -> float | None:
+    def _update_too_few_nodes_since(self, records: Sequence[NodeRecord], number: int, now: float) -> float | None:
         available = sum(1 for r in records if r.slots and not r.leaving)
         if not self.too_few_nodes and available >= self._requirements.min_nodes:
-            self._short_since = None
-        elif self._short_since is None or number != self._short_in:
-            self._short_since = now
+            self._too_few_nodes_since = None
+        elif self._too_few_nodes_since is None or number != self._too_few_nodes_in:
+            self._too_few_nodes_since = now
         elif self._unseen:
-            self._short_since += now - self._read_at
-        self._short_in, self._read_at, self._unseen = number, now, False
-        return self._short_since
+            self._too_few_nodes_since += now - self._read_at
+        self._too_few_nodes_in, self._read_at, self._unseen = number, now, False
+        return self._too_few_nodes_since
 
     def _forget_departed(self, records: Sequence[NodeRecord], current: Round | None) -> None:
         """A node that comes back joins anew: once it has a record again and, if it was left out, can be taken again."""

@@ -72,7 +72,7 @@ class View:
     too_few_nodes_since: float | None = None  #: since when there have been fewer nodes than the job needs
     silent_since: tuple[tuple[str, float], ...] = ()  #: members that had answered before and answer no probe now
     unreachable_joiners: frozenset[str] = frozenset()  #: nodes that want to join, had answered before and do not now
-    all_ready: bool = False  #: no process starts
+    counts_starting_as_ready: bool = False  #: `starting_slots` is empty then
     _records: dict[str, NodeRecord] = field(init=False, repr=False, compare=False)
     _members: dict[str, Member] = field(init=False, repr=False, compare=False)
 
@@ -83,14 +83,14 @@ class View:
         object.__setattr__(self, "_members", {m.node: m for m in members})
 
     @property
-    def with_all_ready(self) -> View:
-        """The same, without a process that starts."""
-        return replace(self, all_ready=True)
+    def with_starting_as_ready(self) -> View:
+        """The same, as if no process were starting."""
+        return replace(self, counts_starting_as_ready=True)
 
     @property
     def starting_slots(self) -> set[tuple[str, int]]:
         """(node, slot) of new processes that are not ready while others stay, and of ranks to be killed for a hang."""
-        if self.all_ready:
+        if self.counts_starting_as_ready:
             return set()
         starting = {(p.record.id, slot) for p in self.nodes for slot in p.record.starting}
         hung = (f for f in self.failures if f.kind == "hung" and self._keep_processes(f.node, f.round))
