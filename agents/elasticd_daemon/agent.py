@@ -182,7 +182,7 @@ def _open_parts(
     runners = RunnerManager(settings.state_dir, wake, journal.log, code)
     stack.callback(runners.close)
     metrics = NodeMetrics(settings.node, version())
-    registration = NodeStatusPublisher(store, status, lease_s, renewal_s, metrics.on_renewal)
+    status_publisher = NodeStatusPublisher(store, status, lease_s, renewal_s, metrics.on_renewal)
     scheduler = Scheduler(
         store,
         status.node,
@@ -191,7 +191,7 @@ def _open_parts(
         renewal_s,
         float(settings.adopt_timeout_s),
         on_change=wake,
-        announce=registration.key.announce_under_lease,
+        announce=status_publisher.key.announce_under_lease,
         retention_s=float(settings.keep_ended_s),
         refuse_timeout_s=float(settings.refuse_timeout_s),
         cache=cache,
@@ -203,7 +203,7 @@ def _open_parts(
     )
     stack.callback(health.close)
     return LoopDependencies(
-        store, cache, registration, runners, scheduler, health, notifier, journal, inbox, status, metrics
+        store, cache, status_publisher, runners, scheduler, health, notifier, journal, inbox, status, metrics
     )
 
 

@@ -82,14 +82,14 @@ class LoopDependencies:
 
     store: Store
     cache: StoreCache
-    registration: NodeStatusPublisher
+    status_publisher: NodeStatusPublisher
     runners: RunnerManager
     scheduler: Scheduler
     health: HealthMonitor
     notifier: Notifier
     journal: AgentJournal
     inbox: queue.SimpleQueue[Message]
-    status: NodeStatus
+    initial_status: NodeStatus
     metrics: NodeMetrics
 
 
@@ -107,13 +107,13 @@ class NodeLoop:
         reload: Callable[[NodeSettings], tuple[NodeSettings, list[str]]],
         replacement_error: Callable[[], str],
     ) -> None:
-        self.status = parts.status
+        self.status = parts.initial_status
         self._parts = parts
         self._reload = reload
         self._replacement_error = replacement_error
-        self._registration = parts.registration
+        self._status_publisher = parts.status_publisher
         self._cache = parts.cache
-        self._job_failures = JobFailures(parts.status.node)
+        self._job_failures = JobFailures(parts.initial_status.node)
         self._outcomes = RunOutcomes()
         self._cluster_view = ClusterView()
         self._draining = ""
@@ -134,7 +134,7 @@ class NodeLoop:
 
     @property
     def registered(self) -> bool:
-        return self._registration.registered
+        return self._status_publisher.registered
 
     @property
     def store_unavailable(self) -> bool:
@@ -299,7 +299,7 @@ class NodeLoop:
     def _sync_with_store(self, now: float) -> None:
         """Read the store's records and write this node's. Without the store the last known records apply."""
         try:
-            if self._registration.publish(self.status, now):
+            if self._status_publisher.publish(self.status, now):
                 self._cache.clear()
                 if not self._registered:
                     self._registered = True
@@ -308,7 +308,7 @@ class NodeLoop:
                     )
             self._cache.watch(self, job_queue.CACHED_PREFIXES)
             if self._cache.clear_if_due(now, REREAD_S):
-                self._registration.key.withdraw_if_lost()
+                self._status_publisher.key.withdraw_if_lost()
             self._cluster_view = job_queue.cached_view(self._cache)
             self._publish_results()
             self._resubmit_missing(now)
@@ -404,7 +404,7 @@ class NodeLoop:
     def close(self, *, leaves: bool) -> None:
         """Give up the scheduler's role; `leaves`: also delete the node's status. Raises nothing."""
         self._cache.unwatch(self)
-        for release in (self._parts.scheduler.close, *([self._registration.leave] if leaves else [])):
+        for release in (self._parts.scheduler.close, *([self._status_publisher.leave] if leaves else [])):
             try:
                 release()
             except (StoreUnavailable, StoreRefused):

@@ -25,7 +25,7 @@ from elasticd_agent.system.processes.process import (
     signal_name,
 )
 
-BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+RESTART_BACKOFFS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_AFTER_S = 60.0
 """An agent that ran this long started correctly: the backoff begins again."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STRAY_SIGNALS)
@@ -125,7 +125,7 @@ def _supervise(command: Sequence[str], watchdog: WatchdogMonitor | None, poll_s:
                 return code if code >= 0 else 128 - code
             failure = f"{_describe_exit(code)} and is started again"
         failures = 1 if time.monotonic() - started_at >= STABLE_AFTER_S else failures + 1
-        pause_s = BACKOFF_S[min(failures - 1, len(BACKOFF_S) - 1)]
+        pause_s = RESTART_BACKOFFS_S[min(failures - 1, len(RESTART_BACKOFFS_S) - 1)]
         _log(f"the agent {failure} in {pause_s:g} s; jobs continue without it")
         if _wait_for_stop_signal(pause_s, signals):
             return 128 + signal.SIGTERM

@@ -9,7 +9,7 @@ import pytest
 
 from elasticd_daemon.records import ClusterView, Cordon, JobResult, Placement, RunnerStatus, SlotAssignment, Submission
 from elasticd_daemon.runners.reconcile import (
-    BACKOFF_S,
+    CRASH_BACKOFFS_S,
     STABLE_AFTER_S,
     LocalRunner,
     NodePlan,
@@ -185,7 +185,7 @@ def test_refused_job_is_not_started_again() -> None:
 
 def test_crash_backoff() -> None:
     outcomes, lost = RunOutcomes(), RunnerEnd(RunnerSpec("a", 1, NODE, (0, 1), "{}"), None, stop_requested=False)
-    for pause in [*BACKOFF_S, BACKOFF_S[-1]]:
+    for pause in [*CRASH_BACKOFFS_S, CRASH_BACKOFFS_S[-1]]:
         outcomes.add(lost, 5.0, NOW)
         if pause:
             early = plan(BOTH, outcomes=outcomes, now=NOW + pause - 0.1)

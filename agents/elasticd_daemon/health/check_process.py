@@ -63,7 +63,7 @@ class RunningCheck:
     check: str
     pid: int
     output_fd: int
-    began: float
+    began_at: float
     deadline: float
     to_result: Callable[[RunningCheck, int], CheckResult]
     output: bytes = b""  #: the beginning of what it wrote
@@ -179,7 +179,7 @@ class CheckRunner:
     def _on_deadline(self, child: RunningCheck) -> None:
         """Kill a child that is late; when it is late for its end as well, report it and leave it behind."""
         if not child.kill_reason:
-            self._kill(child, f"no result within {child.deadline - child.began:g} s")
+            self._kill(child, f"no result within {child.deadline - child.began_at:g} s")
             return
         del self._children[child.pid]
         self._close_output(child)
@@ -197,7 +197,7 @@ class CheckRunner:
         _kill_with_group(child.pid)
 
     def _report(self, child: RunningCheck, result: CheckResult) -> None:
-        took_s = time.monotonic() - child.began
+        took_s = time.monotonic() - child.began_at
         self._send({"result": asdict(replace(result, seconds=took_s))})
         if child.ports:
             self._send({"ports": child.ports})

@@ -102,7 +102,7 @@ class HealthMonitor:
 
     def failure_streak(self) -> int:
         """Failed checks in a row."""
-        return self._history.streak
+        return self._history.failure_streak
 
     def close(self) -> None:
         """Stop checking. The wait for the thread is bounded."""
@@ -168,7 +168,7 @@ class HealthMonitor:
         return results
 
     def _save(self, history: HealthHistory, now: float) -> None:
-        if history.streak > self._history.streak and self._settings.health.all_reduce:
+        if history.failure_streak > self._history.failure_streak and self._settings.health.all_reduce:
             self._all_reduce_passed = False  # it has to pass once more before the node is given work
         self._history = history
         self._file.save(history, time.monotonic())

@@ -63,7 +63,7 @@ class HealthFile:
         history = HealthHistory(
             checks=tuple(CheckHistory(check.name, (True,), True, check.why) for check in record.failing),
             fit_since_boot=record.fit_since_boot,
-            streak=record.streak,
+            failure_streak=record.streak,
             quarantined_until=then + record.left_s if record.left_s > 0 else float("-inf"),
             last_failure_at=then - record.failure_age_s if record.failure_age_s is not None else float("-inf"),
             why=record.why,
@@ -76,7 +76,7 @@ class HealthFile:
             boot_id=self._boot,
             at=now,
             fit_since_boot=history.fit_since_boot,
-            streak=history.streak,
+            streak=history.failure_streak,
             left_s=max(0.0, history.quarantined_until - now),
             why=history.why,
             failure_age_s=now - history.last_failure_at if history.last_failure_at > float("-inf") else None,

@@ -50,7 +50,7 @@ class CheckHistory:
 class HealthHistory:
     checks: tuple[CheckHistory, ...] = ()
     fit_since_boot: bool = False
-    streak: int = 0
+    failure_streak: int = 0
     quarantined_until: float = float("-inf")
     last_failure_at: float = float("-inf")
     why: str = ""
@@ -84,7 +84,7 @@ def health_verdict(history: HealthHistory, now: float) -> HealthVerdict:
     if history.failing_node_checks:
         return HealthVerdict(
             "unhealthy",
-            _sentence(history.failing_node_checks),
+            _failures_sentence(history.failing_node_checks),
             0.0,
             tuple(check.check for check in history.failing_node_checks),
         )
@@ -93,7 +93,9 @@ def health_verdict(history: HealthHistory, now: float) -> HealthVerdict:
     if not history.fit_since_boot:
         return HealthVerdict("unhealthy", NOT_CHECKED_YET_REASON)
     shared = history.failing_directory_checks
-    return HealthVerdict("healthy", _sentence(shared), unusable_directories=tuple(check.directory for check in shared))
+    return HealthVerdict(
+        "healthy", _failures_sentence(shared), unusable_directories=tuple(check.directory for check in shared)
+    )
 
 
 def after_checks(
@@ -111,17 +113,27 @@ def after_checks(
     if not history.failing_node_checks:
         until = history.quarantined_until
         if history.fit_since_boot and was_failing:
-            until = max(until, now + rules.streak_cooloff_s(history.streak))
+            until = max(until, now + rules.streak_cooloff_s(history.failure_streak))
         return _reset_old_streak(replace(history, fit_since_boot=True, quarantined_until=until), now, rules)
     if not history.fit_since_boot:  # it has no jobs yet: fit as soon as every check passes
         return history
     if was_failing:
         return _quarantine(
-            history, max(1, history.streak), "after a failure", _sentence(history.failing_node_checks), now, rules
+            history,
+            max(1, history.failure_streak),
+            "after a failure",
+            _failures_sentence(history.failing_node_checks),
+            now,
+            rules,
         )
     history = _reset_old_streak(history, now, rules)
     return _quarantine(
-        history, history.streak + 1, "after a failure", _sentence(history.failing_node_checks), now, rules
+        history,
+        history.failure_streak + 1,
+        "after a failure",
+        _failures_sentence(history.failing_node_checks),
+        now,
+        rules,
     )
 
 
@@ -135,7 +147,7 @@ def after_job_failure(history: HealthHistory, why: str, now: float, rules: Healt
     cause = f"as root cause {times} within {rules.job_failure_window_s / 60:.0f} minutes"
     return _quarantine(
         replace(history, job_failure_times=()),
-        history.streak + 1,
+        history.failure_streak + 1,
         cause,
         f"last: {shortened(why, _MAX_REASON_CHARS)}",
         now,
@@ -150,7 +162,7 @@ def _quarantine(
     which = "the first time" if streak == 1 else f"time {streak} in a row"
     return replace(
         history,
-        streak=streak,
+        failure_streak=streak,
         quarantined_until=max(history.quarantined_until, now + seconds),
         last_failure_at=now,
         why=f"quarantined for {seconds:.0f} s {cause} ({which}): {details}",
@@ -173,11 +185,11 @@ def _check_history(before: CheckHistory | None, result: CheckResult, fit: bool, 
 
 def _reset_old_streak(history: HealthHistory, now: float, rules: HealthRules) -> HealthHistory:
     return (
-        replace(history, streak=0, job_failure_times=())
+        replace(history, failure_streak=0, job_failure_times=())
         if now - history.last_failure_at >= rules.streak_reset_s
         else history
     )
 
 
-def _sentence(checks: Sequence[CheckHistory]) -> str:
+def _failures_sentence(checks: Sequence[CheckHistory]) -> str:
     return shortened("; ".join(f"{check.check}: {check.why}" for check in checks), _MAX_REASON_CHARS)

@@ -48,7 +48,7 @@ from elasticd_daemon.runners.reconcile import LocalRunner, RunnerEnd
 from elasticd_daemon.runners.spawn import Account, NodeRefusesJob, missing_capability_sentence, spawn
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, exit_for, read_exit, read_spec
 
-KILL_AFTER_SIGTERM_S = 5.0
+SECOND_SIGTERM_GRACE_S = 5.0
 """The time from the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 MIN_SIGTERM_INTERVAL_S = 2 * TOGETHER_S
 """The least time between two SIGTERMs to a runner: on a busy machine it may receive the first one late."""
@@ -85,7 +85,7 @@ class ManagedRunner:
     """The scans in a row in which the lock was taken, but no process of the job's user had it: its descriptor is in a
     socket or
     another user's process, or a process that has it was being forked during the scan of /proc."""
-    process_tree: tuple[ProcessIdentity, ...] = ()
+    tree_before_kill: tuple[ProcessIdentity, ...] = ()
     last_status: Mapping[str, Any] | None = None
     job_uid: int | None = field(init=False, default=None)
     """The owner of its folder, which only the agent can replace."""
@@ -363,12 +363,12 @@ class RunnerManager:
         job = runner.spec.job
         if runner.leave_deadline is not None and now >= runner.leave_deadline:
             runner.leave_deadline = None
-            runner.kill_at = now + KILL_AFTER_SIGTERM_S
+            runner.kill_at = now + SECOND_SIGTERM_GRACE_S
             self._log(f"job {job}: its runner did not leave in time; its workers are killed")
             runner.signal(signal.SIGTERM)
         elif runner.kill_at is not None and now >= runner.kill_at:
             runner.kill_at = None
-            runner.process_tree = self._process_tree(runner)
+            runner.tree_before_kill = self._process_tree(runner)
             self._log(f"job {job}: its runner does not end; it is killed with all its processes")
             runner.signal(signal.SIGKILL)
 
@@ -382,7 +382,7 @@ class RunnerManager:
         elif now >= runner.remnants_deadline:
             runner.remnants_deadline = now + REMNANT_GRACE_S
             holders, complete = self._lock_holders(runner)
-            left = {process for process in runner.process_tree if process.alive} | set(holders)
+            left = {process for process in runner.tree_before_kill if process.alive} | set(holders)
             is_empty = not left and complete and not liveness.is_locked(runner.files.keeper_lock)
             runner.empty_scans = runner.empty_scans + 1 if is_empty else 0
             if runner.empty_scans >= EMPTY_SCANS_NEEDED:

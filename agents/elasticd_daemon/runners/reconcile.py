@@ -22,7 +22,7 @@ from elasticd_daemon.runners.spec import RunnerExit, RunnerSpec
 
 RunKey = tuple[str, int]
 
-BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+CRASH_BACKOFFS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Before the n-th start after a crash of a runner. The first start is immediate: a single crash is mostly a kill -9."""
 STABLE_AFTER_S = 600.0
 """A runner that ran this long started correctly: its crash counts as the first one."""
@@ -109,7 +109,7 @@ class RunOutcomes:
             return f"job {job} has left this node" + (f": {exit.reason}" if exit is not None else "")
         before = self.backoffs.get(key)
         crashes = 1 if before is None or ran_s >= STABLE_AFTER_S else before.crashes + 1
-        wait_s = BACKOFF_S[min(crashes - 1, len(BACKOFF_S) - 1)]
+        wait_s = CRASH_BACKOFFS_S[min(crashes - 1, len(CRASH_BACKOFFS_S) - 1)]
         how = f"ended with code {exit.exit_code} ({exit.reason})" if exit is not None else "crashed or was killed"
         self.backoffs[key] = CrashBackoff(crashes, now + wait_s, f"its runner {how}")
         when = f"in {wait_s:g} s" if wait_s else "at once"

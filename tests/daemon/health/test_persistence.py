@@ -36,7 +36,13 @@ def test_cool_off_continues_within_a_boot(tmp_path: Path) -> None:
     assert health_verdict(found, 130.0) == HealthVerdict("unhealthy", "a: full", failing_checks=("a",))
     cooling = after_checks(found, [], 130.0, RULES)
     assert health_verdict(cooling, 130.0) == HealthVerdict("quarantined", past.why, 60.0)
-    assert (found.streak, found.job_failure_times, found.last_failure_at, found.fit_since_boot, again.max_gpus) == (
+    assert (
+        found.failure_streak,
+        found.job_failure_times,
+        found.last_failure_at,
+        found.fit_since_boot,
+        again.max_gpus,
+    ) == (
         1,
         (110.0,),
         110.0,
@@ -49,7 +55,7 @@ def test_reboot_keeps_only_the_streak(tmp_path: Path) -> None:
     past = after_checks(HealthHistory(fit_since_boot=True), [failed("a", "full")], 5000.0, HealthRules(strikes=1))
     HealthFile(tmp_path / "h", "b").save(past, 5010.0)
     found = HealthFile(tmp_path / "h", "c").load(3.0)
-    assert (found.streak, found.fit_since_boot, found.checks, found.job_failure_times) == (1, False, (), ())
+    assert (found.failure_streak, found.fit_since_boot, found.checks, found.job_failure_times) == (1, False, (), ())
     assert found.last_failure_at == -7.0
     assert health_verdict(found, 3.0).state == "unhealthy"
 
@@ -82,7 +88,7 @@ def test_history_round_trips(
     path = tmp_path_factory.getbasetemp() / "health-any.json"
     past = HealthHistory(
         fit_since_boot=joined,
-        streak=times,
+        failure_streak=times,
         quarantined_until=at + 50,
         last_failure_at=at - 1,
         why="w",
@@ -90,7 +96,7 @@ def test_history_round_trips(
     )
     HealthFile(path, "b").save(past, at)
     found = HealthFile(path, "b").load(at + later_s)
-    assert (found.fit_since_boot, found.streak, found.why) == (joined, times, "w")
+    assert (found.fit_since_boot, found.failure_streak, found.why) == (joined, times, "w")
     assert found.quarantined_until == pytest.approx(past.quarantined_until)
     assert found.last_failure_at == pytest.approx(past.last_failure_at)
     assert found.job_failure_times == pytest.approx(past.job_failure_times)

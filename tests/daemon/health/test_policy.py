@@ -83,7 +83,7 @@ def test_node_after_registration(looks: str, says: str) -> None:
 def test_before_registration_one_failure_counts_without_cool_off(looks: str, says: str) -> None:
     past, now = through(HealthHistory(), looks)
     assert kind(past, now) == says
-    assert past.streak == 0
+    assert past.failure_streak == 0
 
 
 def test_cool_off_doubles_up_to_a_bound_and_resets() -> None:
@@ -155,7 +155,7 @@ def test_reboot_ends_the_cool_off_and_keeps_the_streak() -> None:
     past = after_reboot(past)
     assert kind(past, now) == "unhealthy"  # it has to be looked at first
     past, now = through(past, "g", at=now)
-    assert (kind(past, now), past.streak) == ("healthy", 1)
+    assert (kind(past, now), past.failure_streak) == ("healthy", 1)
 
 
 READINGS = st.lists(
@@ -186,9 +186,9 @@ def test_any_history(history: list[tuple[float, list[CheckResult] | str]], strik
             past = after_checks(past, what, now, rules)
             trouble = now if any(reading.outcome == "failed" for reading in what) else trouble
             if before.fit_since_boot and sum(reading.outcome == "failed" for reading in what) == 0:
-                assert past.streak <= before.streak
+                assert past.failure_streak <= before.failure_streak
         found = health_verdict(past, now)
-        assert past.streak <= before.streak + 1
+        assert past.failure_streak <= before.failure_streak + 1
         assert all(len(row.recent_failures) <= 2 * strikes for row in past.checks)
         assert len(past.job_failure_times) < max(strikes, 1)
         if found.state == "quarantined":
