@@ -27,7 +27,7 @@ OTHER_PROCESSES = {"runners/main.py"}
 RULES = "user_refusal", "cgroup_limits"
 """Of config/allow_lists.py, for the main loop."""
 PATHS = {name for name, kind in typing.get_type_hints(JobFile).items() if "Path" in str(kind)} | {"command", "python"}
-LOOKS = {"path_refusal", "refusal", "preflight", "script_of"}
+LOOKS = {"path_refusal", "refusal", "preflight", "find_script"}
 """They look at a job's files."""
 WAITS = {"run", "call", "check_call", "check_output"}
 """For a process, which a job's user may stop if it is his."""

@@ -25,14 +25,14 @@ import template
 template.DEVICE_FILES = (os.environ["FAKE_CUDA_DEVICE"],)
 one = template.Template.__new__(template.Template)
 one.nvml_users = {}
-one.hidden = type("Hidden", (), {"get": lambda self, name: name == "pynvml" or None})()
+one.hidden = type("Hidden", (), {"get_loaded": lambda self, name: name == "pynvml" or None})()
 exec(sys.argv[2])
-print(one.unfit())
+print(one.why_unfit())
 pid = os.fork()
 if not pid:
-    print("in the worker:", template.open_device() is not None)
+    print("in the worker:", template.find_open_device() is not None)
     one.restore_nvml()
-    print("after that:", template.open_device() is not None, flush=True)
+    print("after that:", template.find_open_device() is not None, flush=True)
     os._exit(0)
 os.waitpid(pid, 0)
 """

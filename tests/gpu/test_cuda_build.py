@@ -29,7 +29,7 @@ REPO = Path(__file__).parents[2]
 TRIES = 10
 PRELOAD = f"""
 import importlib
-for name in {requests.ALWAYS + requests.COMPILE!r}:
+for name in {requests.ALWAYS_PRELOADED + requests.COMPILE_MODULES!r}:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:  # the template goes without a module that this torch does not have

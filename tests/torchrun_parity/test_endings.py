@@ -157,10 +157,10 @@ def test_a_variable_set_before_torch_is_imported(tmp_path: Path, line: str, vari
     """Said at once, before anything is preloaded; after the import it changes nothing in torch either."""
     script = tmp_path / "train.py"
     script.write_text(f"import os\n{line}\nimport torch\n")
-    cold = plan_preload(script, (), ()).cold
+    cold = plan_preload(script, (), ()).cold_reason
     assert (cold is None) if variable is None else (cold is not None and variable in cold)
     script.write_text(f"import os\nimport torch\n{line}\n")
-    assert plan_preload(script, (), ()).cold is None
+    assert plan_preload(script, (), ()).cold_reason is None
 
 
 @pytest.mark.parametrize(
@@ -191,6 +191,6 @@ def test_a_variable_set_by_an_imported_module(tmp_path: Path, files: dict[str, s
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text.format(set='import os\nos.environ["OMP_NUM_THREADS"] = "2"\n'))
-    cold = plan_preload(tmp_path / "train.py", (), (), (tmp_path,)).cold
+    cold = plan_preload(tmp_path / "train.py", (), (), (tmp_path,)).cold_reason
     expected = f"{file} sets OMP_NUM_THREADS, which torch reads when it is imported"
     assert cold == (expected if file is not None else None)

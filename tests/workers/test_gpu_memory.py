@@ -34,8 +34,8 @@ from elasticd_agent.workers.gpu_memory import (
 )
 from elasticd_agent.workers.groups import KeepRequest
 from elasticd_agent.workers.launcher import messages
-from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
-from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
+from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerReport
+from elasticd_agent.workers.launcher.requests import PreloadPlan, WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
 from tests.library.conftest import wait_for
 
@@ -67,7 +67,7 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
     return nvml
 
 
-Inbox = queue.SimpleQueue[OwnerMessage | OwnerLost | MemoryChecked]
+Inbox = queue.SimpleQueue[OwnerReport | OwnerLost | MemoryChecked]
 
 
 @pytest.fixture
@@ -323,7 +323,7 @@ class Node:
         spec = JobSpec(sys.executable, *how, directory, job_id="job", run="1", max_workers=2)
         gpus = ("0", "1") if warm else ()
         owner = OwnerClient(directory / "runtime", inbox.put)
-        preload = Preload(("json",)) if warm else Preload(cold="no Python")
+        preload = PreloadPlan(("json",)) if warm else PreloadPlan(cold_reason="no Python")
         self.workers = WorkerManager(spec, "a", dict(os.environ), preload, owner, memory=GpuGate(memory, gpus))
         self.sentences: list[str] = []
         self.workers.set_listener(self)
@@ -351,7 +351,7 @@ class Node:
         if isinstance(message, MemoryChecked):
             self.workers.memory_checked(message)
             return [message]
-        assert isinstance(message, OwnerMessage)
+        assert isinstance(message, OwnerReport)
         return [*self.workers.handle(message)]
 
     def started(self, number: int) -> tuple[int, bool]:
@@ -469,7 +469,7 @@ def test_kept_process_does_not_wait_for_its_own_memory(warm: Node, nvml: Nvml) -
     entered = set[int]()
     while len(entered) < 2:
         message = warm.inbox.get(timeout=PATIENCE_S)
-        assert isinstance(message, OwnerMessage)
+        assert isinstance(message, OwnerReport)
         warm.workers.handle(message)
         entered |= {message.report.local_rank} if isinstance(message.report, messages.Entered) else set()
     nvml.set_memory([first.pids[0]], [first.pids[1]])

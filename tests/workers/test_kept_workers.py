@@ -21,7 +21,7 @@ from elasticd_agent.workers.events import GroupStarted, LauncherReady, NewcomerE
 from elasticd_agent.workers.groups import KeepRequest, KeptWorker
 from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.owner_client import OwnerLost
-from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
+from elasticd_agent.workers.launcher.requests import PreloadPlan, WorkerSpec
 from elasticd_agent.workers.warm_launcher import FORK_DEADLINE_S
 from tests.library.conftest import wait_for
 from tests.workers.test_manager import NO_STORE, Node, StartNode, node
@@ -37,7 +37,7 @@ class Job:
     def __init__(self, work: Path, node: StartNode, **different: list[int]) -> None:
         self.work, self.sentences = work, list[str]()
         script, args = SCRIPT, (str(work), json.dumps(different))
-        self.node: Node = node("a", *args, entrypoint=script, preload=Preload())
+        self.node: Node = node("a", *args, entrypoint=script, preload=PreloadPlan())
         self.node.workers.set_listener(self)
         self.enters = [rank for rank in range(3) if rank not in different.get("plain", []) + different.get("foul", [])]
         self.pids = self.start(1, 0, 1, 2).pids

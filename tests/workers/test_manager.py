@@ -22,8 +22,8 @@ from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
 from elasticd_agent.workers.events import GroupStarted, OwnerEvent, StoreReady
 from elasticd_agent.workers.launcher.messages import Parked, Refused, Report
-from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
-from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec, plan_preload, worker_base_environment
+from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerReport
+from elasticd_agent.workers.launcher.requests import PreloadPlan, WorkerSpec, plan_preload, worker_base_environment
 from elasticd_agent.workers.manager import WorkerManager
 from elasticd_agent.workers.warm_launcher import MODULE_IMPORT_TIMEOUT_S, TEMPLATE_WAIT_S
 from tests.library.conftest import wait_for
@@ -38,11 +38,11 @@ T = TypeVar("T")
 class Node:
     """One node's Workers, followed: everything they said is in `heard`."""
 
-    def __init__(self, name: str, directory: Path, spec: JobSpec, preload: Preload, host: str) -> None:
+    def __init__(self, name: str, directory: Path, spec: JobSpec, preload: PreloadPlan, host: str) -> None:
         self.name, self.directory, self.spec = name, directory, spec
         runtime = directory / "runtime"
         runtime.mkdir(parents=True)
-        self.inbox: queue.SimpleQueue[OwnerMessage | OwnerLost] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[OwnerReport | OwnerLost] = queue.SimpleQueue()
         self.owner = OwnerClient(runtime, self.inbox.put)
         self.workers = WorkerManager(spec, name, worker_base_environment(os.environ, 2), preload, self.owner, host)
         self.received: list[OwnerEvent] = []
@@ -67,7 +67,7 @@ class Node:
                 message = self.inbox.get(timeout=0.05)
             except queue.Empty:
                 continue
-            assert isinstance(message, OwnerMessage)
+            assert isinstance(message, OwnerReport)
             self.reports.append(message.report)
             self.received += self.workers.handle(message)
         return found
@@ -107,14 +107,14 @@ def node(tmp_path: Path) -> Iterator[StartNode]:
         mode: EntrypointMode = EntrypointMode.SCRIPT,
         entrypoint: str | Path = SCRIPT,
         port: int | None = None,
-        preload: Preload | None = None,
+        preload: PreloadPlan | None = None,
     ) -> Node:
         arguments = args or (str(tmp_path),)
         spec = JobSpec(
             sys.executable, mode, str(entrypoint), arguments, tmp_path, job_id="job", run="1", master_port=port
         )
         if preload is None:
-            preload = plan_preload(SCRIPT, (), ()) if mode is EntrypointMode.SCRIPT else Preload(cold=COLD)
+            preload = plan_preload(SCRIPT, (), ()) if mode is EntrypointMode.SCRIPT else PreloadPlan(cold_reason=COLD)
         nodes.append(Node(name, tmp_path / name, spec, preload, host))
         return nodes[-1]
 
@@ -248,7 +248,7 @@ def request(path: Path) -> int:
 
 def test_store_that_cannot_listen(node: StartNode) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        a = node("a", port=taken.getsockname()[1], preload=Preload())
+        a = node("a", port=taken.getsockname()[1], preload=PreloadPlan())
         a.start(a_round(1, a=1, b=1))
         assert "Address already in use" in a.until(StartFailed).why
     a.until(GroupEnded)
@@ -270,7 +270,7 @@ def slow(node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     script = tmp_path / "job" / "nothing.py"
     script.write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = node("a", entrypoint=script, preload=Preload(("slow",), ("slow",)))
+    found = node("a", entrypoint=script, preload=PreloadPlan(("slow",), ("slow",)))
     found.wait(lambda: found.workers.preloading_module == "slow" or None, "import of slow")
     return found
 

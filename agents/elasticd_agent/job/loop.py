@@ -77,7 +77,7 @@ from elasticd_agent.workers.events import (
 from elasticd_agent.workers.file_timer import FileTimerExpired
 from elasticd_agent.workers.gpu_memory import MemoryChecked
 from elasticd_agent.workers.groups import KeepRequest
-from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerMessage
+from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerReport
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
 
@@ -98,7 +98,7 @@ class StraySignal:
 
 Message = (
     messages.Notice
-    | OwnerMessage
+    | OwnerReport
     | OwnerLost
     | MemberThreadFailed
     | GatheredEvidence
@@ -234,7 +234,7 @@ class JobLoop:
         detector = self._monitor.detector
         match message:
             # --- the owner
-            case OwnerMessage():
+            case OwnerReport():
                 for event in self.workers.handle(message):
                     self._handle(event, now)
                 if self._slots.starting and not self.workers.can_release_ahead:

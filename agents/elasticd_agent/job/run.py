@@ -60,9 +60,9 @@ from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, Fi
 from elasticd_agent.workers.gpu_memory import GpuGate, open_gpu_memory
 from elasticd_agent.workers.launcher.owner_client import OwnerClient
 from elasticd_agent.workers.launcher.requests import (
-    Preload,
+    PreloadPlan,
+    find_script,
     plan_preload,
-    script_of,
     worker_base_environment,
 )
 from elasticd_agent.workers.manager import WorkerManager
@@ -287,15 +287,15 @@ def _reporting(
     return Reporting(spec, policy, settings, node, runtime)
 
 
-def preload_for(spec: JobSpec) -> Preload:
+def preload_for(spec: JobSpec) -> PreloadPlan:
     """Plan what the warm launcher imports before it forks: torch, what the script imports by name, `--preload`, and the
     package of the checkpoint's object store.
 
     A program that is no Python has nothing to keep warm and is started cold.
     """
     if spec.mode is EntrypointMode.EXEC:
-        return Preload(cold="--no-python: there is no interpreter to keep warm")
-    script = script_of(spec.mode is EntrypointMode.MODULE, spec.entrypoint, spec.cwd)
+        return PreloadPlan(cold_reason="--no-python: there is no interpreter to keep warm")
+    script = find_script(spec.mode is EntrypointMode.MODULE, spec.entrypoint, spec.cwd)
     listed = spec.base_environment(os.environ).get("PYTHONPATH", "").split(os.pathsep)
     first = spec.cwd if spec.mode is EntrypointMode.MODULE or script is None else script.resolve().parent
     plan = plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))

@@ -31,7 +31,7 @@ from elasticd_agent.workers.environment import (
     worker_environment,
 )
 from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.launcher.writer_process import SOCKET
+from elasticd_agent.workers.launcher.writer_process import SOCKET_NAME
 from elasticd_agent.workers.logs import JobLogs
 
 
@@ -133,7 +133,7 @@ class WorkerSetup:
             heartbeat=str(directory / f"heartbeat-{rank}"),
             events=str(directory / f"worker-events-{rank}.jsonl"),
             error_file=files.error_file,
-            writer_socket=str(self._runtime / SOCKET),
+            writer_socket=str(self._runtime / SOCKET_NAME),
         )
         record.create(paths.heartbeat)
         env = worker_environment(round, self._node, local_rank, paths, spec, max_restarts, address)

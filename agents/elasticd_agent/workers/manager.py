@@ -79,8 +79,8 @@ from elasticd_agent.workers.groups import (
 )
 from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.messages import STORE_RANK
-from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerMessage
-from elasticd_agent.workers.launcher.requests import LaunchRequests, Preload, WorkerSpec
+from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerReport
+from elasticd_agent.workers.launcher.requests import LaunchRequests, PreloadPlan, WorkerSpec
 from elasticd_agent.workers.warm_launcher import FORK_DEADLINE_S, WarmLauncher
 
 NEWCOMER_ENTRY_FACTOR = 3.0
@@ -103,7 +103,7 @@ class WorkerManager:
         spec: JobSpec,
         node: str,
         base_env: dict[str, str],
-        preload: Preload,
+        preload: PreloadPlan,
         owner: OwnerClient,
         host: str = "127.0.0.1",
         memory: GpuGate | None = None,
@@ -135,11 +135,11 @@ class WorkerManager:
         self._newcomers = Newcomers()
         self._entry_limit_s = entry_limit_s
         """The time that a newcomer has to come to its entry."""
-        self._owner.send(self._requests.writer())
-        if preload.cold is None:
+        self._owner.send(self._requests.writer_request())
+        if preload.cold_reason is None:
             self._launcher.start_template()
         else:
-            self._launcher.give_up(preload.cold, since="")
+            self._launcher.give_up(preload.cold_reason, since="")
 
     @property
     def start_mode_is_known(self) -> bool:
@@ -366,7 +366,7 @@ class WorkerManager:
 
     # --- reports of the owner --------------------------------------------------------------------------------------
 
-    def handle(self, received: OwnerMessage) -> list[OwnerEvent]:
+    def handle(self, received: OwnerReport) -> list[OwnerEvent]:
         """Turn one report of the owner into events, and take a waiting start as far as it can go now."""
         events = self._events_of(received.report)
         self._advance()
@@ -676,5 +676,7 @@ class WorkerManager:
         self._groups[self._last_name] = WorkerGroup(start.round, start.workers, start.master, warm=False)
         has_store, keep = start.master is None, store_outlives_group(start.round)
         self._owner.send(
-            self._requests.cold(self._last_name, start.workers, self._host, self._port, store=has_store, keep=keep)
+            self._requests.cold_start_request(
+                self._last_name, start.workers, self._host, self._port, store=has_store, keep=keep
+            )
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from elasticd_agent.workers.events import LauncherReady
 from elasticd_agent.workers.launcher.messages import EndTemplate, TemplateReady
 from elasticd_agent.workers.launcher.owner_client import OwnerClient
-from elasticd_agent.workers.launcher.requests import ALWAYS, LaunchRequests
+from elasticd_agent.workers.launcher.requests import ALWAYS_PRELOADED, LaunchRequests
 
 TEMPLATE_WAIT_S = 180.0
 """Importing torch from a cold network file system can take minutes: a round waits so long for the template, from the
@@ -51,7 +51,7 @@ class WarmLauncher:
         self._is_replaced = False
         self._template_started_at = time.monotonic()
         self.preloading("torch")
-        self._owner.send(self._requests.template())
+        self._owner.send(self._requests.template_request())
 
     def give_up(self, why: str, since: str = " from now on") -> None:
         """Start workers cold."""
@@ -73,7 +73,7 @@ class WarmLauncher:
         self._template_started_at = None
         self._owner.send(EndTemplate())
         late = f"its import took longer than {MODULE_IMPORT_TIMEOUT_S:.0f} s"
-        if self.preloading_module in ALWAYS:
+        if self.preloading_module in ALWAYS_PRELOADED:
             self.give_up(f"{self.preloading_module}: {late}")
         else:
             self.leave_out({self.preloading_module: late})

@@ -18,7 +18,7 @@ from pathlib import Path
 from elasticd.checkpointing.storage.object_url import url_of
 from elasticd_agent.model.phrases import listing
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
-from elasticd_agent.workers.launcher.requests import script_of
+from elasticd_agent.workers.launcher.requests import find_script
 from elasticd_daemon.config.agent_settings import Limits
 from elasticd_daemon.config.decode import ConfigError
 from elasticd_daemon.config.job_file import JobFile
@@ -122,7 +122,7 @@ def _program_refusal(job: JobFile, check: _CheckPath, listed: str) -> ConfigErro
 
 def _script_refusal(job: JobFile, check: _CheckPath, listed: str) -> ConfigError | None:
     name, workdir = job.command[0], os.path.realpath(job.workdir)
-    script = script_of(job.module, name, Path(workdir))
+    script = find_script(job.module, name, Path(workdir))
     if script is None:
         return ConfigError("command", f"-m {name} is not below workdir, so it cannot be seen to be one of {listed}")
     if job.module and not _is_below(os.path.realpath(script), workdir):

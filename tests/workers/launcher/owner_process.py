@@ -38,7 +38,7 @@ class OwnerProcess:
     def receive(self) -> Report:
         message = channel.receive(self.agent)
         assert message is not None, self.process.communicate()
-        report = messages.report_of(message)
+        report = messages.decode_report(message)
         assert report is not None
         self.reports.append(report)
         return report

@@ -17,7 +17,7 @@ import pytest
 from elasticd.heartbeat import record as beat
 from elasticd.heartbeat.record import STACKS_SIGNAL
 from elasticd_agent.system.installation import library_file, program
-from elasticd_agent.workers.launcher.requests import LIBRARY, TEMPLATE_PROGRAMS
+from elasticd_agent.workers.launcher.requests import LIBRARY_MODULES, TEMPLATE_PROGRAMS
 from tests.library.conftest import wait_for
 
 Worker = subprocess.Popen[str]
@@ -29,7 +29,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
     launch: dict[str, Any] = {name: program(name) for name in TEMPLATE_PROGRAMS}
     launch |= {
-        "library": {name: library_file(name) for name in LIBRARY},
+        "library": {name: library_file(name) for name in LIBRARY_MODULES},
         "agent": os.getpid(),
         "pythonpath": None,
         "mode": "cold",

@@ -31,9 +31,9 @@ def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HiddenMo
         (folder / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = HiddenModules()
-    with made.loading("whole_one"):
+    with made.recording_import_of("whole_one"):
         importlib.import_module("whole_one")
-    made.activate()
+    made.hide_all()
     assert there() == set()
     yield made
     for name in there():

@@ -19,17 +19,17 @@ def test_request_arrives_as_sent(record: messages.Request) -> None:
         channel.send(ours, {**messages.to_message(record), "new": "in a later version"})
         message = channel.receive(theirs)
     assert message is not None
-    assert messages.request_of(message) == record
+    assert messages.decode_request(message) == record
 
 
 @pytest.mark.parametrize("record", [messages.Refused("no"), messages.Flushed(7, "r1-s7"), messages.Ended(1, [], [0])])
 def test_report_arrives_as_sent(record: messages.Report) -> None:
-    assert messages.report_of({**messages.to_message(record), "new": "in a later version"}) == record
+    assert messages.decode_report({**messages.to_message(record), "new": "in a later version"}) == record
 
 
 def test_unknown_request_and_report_are_none() -> None:
-    assert messages.request_of({"type": "Freeze", "group": 9}) is None
-    assert messages.report_of({"type": "Thawed", "group": 9}) is None
+    assert messages.decode_request({"type": "Freeze", "group": 9}) is None
+    assert messages.decode_report({"type": "Thawed", "group": 9}) is None
 
 
 def test_end_reset_and_nonsense() -> None:

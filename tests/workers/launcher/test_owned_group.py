@@ -13,7 +13,7 @@ import pytest
 
 from elasticd_agent.workers.launcher import owned_group
 from elasticd_agent.workers.launcher.messages import STORE_RANK, Signal
-from elasticd_agent.workers.launcher.owned_group import OwnedGroup, has_device_open, runs
+from elasticd_agent.workers.launcher.owned_group import OwnedGroup, has_device_open, is_not_exiting
 from elasticd_agent.workers.launcher.writer_process import SaveAtFault
 
 HOLDS = "import sys; file = open(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
@@ -35,10 +35,10 @@ def test_worker_with_a_device_gets_longer(monkeypatch: pytest.MonkeyPatch, holde
     monkeypatch.setattr(owned_group, "has_device_open", lambda pid: pid == holder)
     group = OwnedGroup(1, {})
     group.alive = {6: 0, 7: 1, 8: STORE_RANK}
-    assert group.members_may_die(0.0)
-    group.begin_kill(100.0)
-    assert group.members_may_die(100 + seconds)
-    assert not group.members_may_die(100.1 + seconds)
+    assert group.awaits_member_deaths(0.0)
+    group.note_kill(100.0)
+    assert group.awaits_member_deaths(100 + seconds)
+    assert not group.awaits_member_deaths(100.1 + seconds)
 
 
 def test_moment_without_a_processor_is_not_time_to_leave_or_to_save() -> None:
@@ -46,8 +46,8 @@ def test_moment_without_a_processor_is_not_time_to_leave_or_to_save() -> None:
     group.unwinding, group.end = {6: 0}, Signal(1, 9, park_s=1.0)
     saving = SaveAtFault(socket.socket(), quick, 9, 0.0)
     group.unwound_at = group.looked_at = saving.since
-    for waits, since in ((group, saving.since), (saving, saving.since)):
-        late = [waits.is_late(since + after_s) for after_s in (0.05, 3.0, 3.05, 3.2, 3.4, 3.6, 3.8)]
+    for is_late, since in ((group.is_late_at_entry, saving.since), (saving.is_late, saving.since)):
+        late = [is_late(since + after_s) for after_s in (0.05, 3.0, 3.05, 3.2, 3.4, 3.6, 3.8)]
         assert late == [False] * 6 + [True]
     saving.connection.close()
 
@@ -55,8 +55,8 @@ def test_moment_without_a_processor_is_not_time_to_leave_or_to_save() -> None:
 def test_process_that_ends_does_not_run() -> None:
     """It has lost its memory, also while it still closes devices."""
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert runs(process.pid)
+        assert is_not_exiting(process.pid)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not runs(process.pid)
-    assert not runs(process.pid)
+        assert not is_not_exiting(process.pid)
+    assert not is_not_exiting(process.pid)

@@ -14,8 +14,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
-_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
-_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
+_CLOSED_ERRNOS = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
+_LIBRARY_PATHS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
 
 
 class ConsoleFile(io.FileIO):
@@ -25,7 +25,7 @@ class ConsoleFile(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _CLOSED_ERRNOS:
                 raise
             null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             os.dup2(null, self.fileno())
@@ -60,20 +60,22 @@ def shorten_interrupts() -> None:
     Libraries compare the hook with Python's own before they set theirs, so both names lead to this one.
     """
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = sys.__excepthook__ = _show
+        sys.excepthook = sys.__excepthook__ = _short_interrupt_excepthook
 
 
-_show_all = sys.__excepthook__
+_python_excepthook = sys.__excepthook__
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _short_interrupt_excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if kind is not KeyboardInterrupt:
-        _show_all(kind, error, trace)
+        _python_excepthook(kind, error, trace)
         return
     where = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not where or not any(part in code.co_filename for part in (*_LIBRARIES, _show.__code__.co_filename)):
+        if not where or not any(
+            part in code.co_filename for part in (*_LIBRARY_PATHS, _short_interrupt_excepthook.__code__.co_filename)
+        ):
             where = f" at {code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     # print() writes the end of the line by itself, and all ranks write at once.

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 MPOL_LOCAL = 4
 """linux/mempolicy.h"""
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_SET_MEMPOLICY_SYSCALLS = {"x86_64": 238, "aarch64": 237}
 """libc has no function for it."""
 
 
@@ -30,7 +30,7 @@ def bind_to_cpus(cpus: Collection[int]) -> float:
     except OSError as error:  # the cpuset has changed, and has none of them left
         print(f"elasticd: not bound to its CPUs (--numa-binding): {error.strerror}", file=sys.stderr)
         return 1.0
-    number = _SET_MEMPOLICY.get(os.uname().machine)
+    number = _SET_MEMPOLICY_SYSCALLS.get(os.uname().machine)
     if number is not None:
         ctypes.CDLL(None).syscall(number, MPOL_LOCAL, None, ctypes.c_ulong(0))
     return len(os.sched_getaffinity(0)) / inherited

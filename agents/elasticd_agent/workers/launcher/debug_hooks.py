@@ -19,7 +19,7 @@ HIGH_FD = 1000
 """Descriptors are assigned from below, and a script that closes inherited ones counts up to the usual limit of 1024."""
 
 
-def allow(tracer: int) -> None:
+def allow_tracing_by(tracer: int) -> None:
     """Permit `tracer` and its descendants to trace this process and its forks, such as a DataLoader's workers. Without
     Yama prctl returns EINVAL, and nothing is needed."""
     libc = ctypes.CDLL(None)
@@ -31,17 +31,17 @@ def allow(tracer: int) -> None:
     os.register_at_fork(after_in_child=permit)
 
 
-def write_on(signum: int, path: str) -> None:
+def write_stacks_on_signal(signum: int, path: str) -> None:
     """Append the stacks of all threads to `path` on `signum`. The handler is C and needs no GIL."""
     with contextlib.suppress(OSError, RuntimeError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            faulthandler.register(signum, out_of_the_way(fd), all_threads=True)
+            faulthandler.register(signum, duplicate_to_high_fd(fd), all_threads=True)
         finally:
             os.close(fd)
 
 
-def out_of_the_way(fd: int) -> int:
+def duplicate_to_high_fd(fd: int) -> int:
     """A copy of the descriptor that stays, with a number that no script gets or counts. Raises OSError."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     lowest = HIGH_FD if limit > HIGH_FD or limit == resource.RLIM_INFINITY else max(0, limit - 1)

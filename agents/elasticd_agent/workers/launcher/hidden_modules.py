@@ -62,13 +62,13 @@ class ImportSideEffects:
         names = environment.keys() | os.environ.keys()
         self.environment = {n: os.environ.get(n) for n in names if environment.get(n) != os.environ.get(n)}
 
-    def hide(self) -> None:
+    def undo(self) -> None:
         """Take the effects back, as if nothing had been imported yet."""
         set_warning_filters([entry for entry in warnings.filters if entry not in self.filters])
         for function, _, _ in self.exits:
             atexit.unregister(function)
 
-    def set_environment(self) -> None:
+    def repeat_environment(self) -> None:
         """Repeat the changes of the environment."""
         for name, value in self.environment.items():
             if value is None:
@@ -76,7 +76,7 @@ class ImportSideEffects:
             else:
                 os.environ[name] = value
 
-    def restore(self) -> None:
+    def repeat(self) -> None:
         """Repeat the effects, as if the import happened now: its filters come first, its exit handlers run first."""
         set_warning_filters([*self.filters, *(entry for entry in warnings.filters if entry not in self.filters)])
         for function, args, kwargs in self.exits:
@@ -98,22 +98,22 @@ class PreloadedBatch:
         self.trigger = trigger
         self.modules: dict[str, ModuleType] = {}
         self.detached: list[tuple[ModuleType, str, ModuleType]] = []  # parent, attribute, child
-        self.traces = ImportSideEffects()
+        self.side_effects = ImportSideEffects()
 
     @property
-    def family(self) -> str:
+    def top_package(self) -> str:
         return self.trigger.partition(".")[0]
 
-    def comes_with(self, family: str, name: str) -> bool:
+    def comes_back_with(self, family: str, name: str) -> bool:
         """True if importing `family` brings the module `name` back.
 
         Extension modules create modules without a spec. Those below a package come with it (triton's); the others, of
         an unknown family, come with any of their batch.
         """
         top = name.partition(".")[0]
-        return top == family or all(self._unfound(known) for known in {top, name})
+        return top == family or all(self._has_no_spec(known) for known in {top, name})
 
-    def _unfound(self, name: str) -> bool:
+    def _has_no_spec(self, name: str) -> bool:
         module = self.modules.get(name)
         return module is None or module.__spec__ is None
 
@@ -123,16 +123,16 @@ class HiddenModules(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self.batches: list[PreloadedBatch] = []
-        self.waiting: dict[str, Callable[[], None]] = {}
-        self.sets_variables: frozenset[str] = frozenset()
+        self.import_callbacks: dict[str, Callable[[], None]] = {}
+        self.triggers_with_environment: frozenset[str] = frozenset()
         """Preload statements whose changes of the environment are the script's. torch's own are not: it imports less by
         itself than the template does."""
 
     @contextlib.contextmanager
-    def loading(self, trigger: str) -> Iterator[None]:
-        """The body imports `trigger`; the loaded modules disappear when `activate` is called."""
+    def recording_import_of(self, trigger: str) -> Iterator[None]:
+        """The body imports `trigger`; the loaded modules disappear when `hide_all` is called."""
         batch, before = PreloadedBatch(trigger), set(sys.modules)
-        with batch.traces.recording():
+        with batch.side_effects.recording():
             yield
         # __mp_main__ is `multiprocessing`'s name for __main__, and the standard library stays
         stays = {"__mp_main__", *sys.stdlib_module_names}
@@ -141,10 +141,10 @@ class HiddenModules(importlib.abc.MetaPathFinder):
                 batch.modules[name] = sys.modules[name]
         self.batches.append(batch)
 
-    def activate(self) -> None:
+    def hide_all(self) -> None:
         """Make all that was loaded disappear. Called once, in the template, before the script's process begins."""
         for batch in self.batches:
-            batch.traces.hide()
+            batch.side_effects.undo()
             for name, module in batch.modules.items():
                 del sys.modules[name]
                 parent_name, _, attribute = name.rpartition(".")
@@ -155,7 +155,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     @contextlib.contextmanager
-    def visible(self) -> Iterator[None]:
+    def all_visible(self) -> Iterator[None]:
         """The body finds hidden modules imported, as torch's own code does; what it imports itself is hidden after."""
         hidden = {name: module for batch in self.batches for name, module in batch.modules.items()}
         detached = [child for batch in self.batches for child in batch.detached]
@@ -177,14 +177,14 @@ class HiddenModules(importlib.abc.MetaPathFinder):
 
     def when_imported(self, name: str, then: Callable[[], None]) -> None:
         """Call `then` as soon as the hidden module `name` is imported."""
-        if self.get(name) is not None:
-            self.waiting[name] = then
+        if self.get_loaded(name) is not None:
+            self.import_callbacks[name] = then
 
-    def families(self) -> set[str]:
+    def hidden_packages(self) -> set[str]:
         """Return the top-level packages that are hidden."""
         return {name.partition(".")[0] for batch in self.batches for name in batch.modules}
 
-    def get(self, name: str) -> Any:
+    def get_loaded(self, name: str) -> Any:
         """A hidden or imported module, without importing it; None if it was never loaded."""
         for batch in self.batches:
             if name in batch.modules:
@@ -208,21 +208,21 @@ class HiddenModules(importlib.abc.MetaPathFinder):
                 return spec
         return None
 
-    def restore(self, batch: PreloadedBatch, name: str) -> None:
+    def restore_for_import(self, batch: PreloadedBatch, name: str) -> None:
         """Put back what importing `name` would have loaded: its whole batch if it names one, else its own package.
 
         Earlier batches of other packages come too: torch's own import loads numpy.
         """
         family = name.partition(".")[0]
-        if family != batch.family:
-            back = [known for known in batch.modules if batch.comes_with(family, known)]
+        if family != batch.top_package:
+            back = [known for known in batch.modules if batch.comes_back_with(family, known)]
             self.put_back({known: batch.modules.pop(known) for known in back})
         else:
-            if batch.trigger in self.sets_variables:
-                batch.traces.set_environment()
-            for whole in [b for b in self.batches[: self.batches.index(batch)] if b.family != family] + [batch]:
+            if batch.trigger in self.triggers_with_environment:
+                batch.side_effects.repeat_environment()
+            for whole in [b for b in self.batches[: self.batches.index(batch)] if b.top_package != family] + [batch]:
                 modules, whole.modules = whole.modules, {}
-                whole.traces.restore()
+                whole.side_effects.repeat()
                 for parent, attribute, child in whole.detached:
                     parent.__dict__.setdefault(attribute, child)
                 self.put_back(modules)
@@ -234,8 +234,8 @@ class HiddenModules(importlib.abc.MetaPathFinder):
         """Put modules back into `sys.modules`, and call what waits for one of them."""
         for name, module in modules.items():
             sys.modules.setdefault(name, module)
-        for name in modules.keys() & self.waiting.keys():
-            self.waiting.pop(name)()
+        for name in modules.keys() & self.import_callbacks.keys():
+            self.import_callbacks.pop(name)()
 
 
 class HiddenModuleLoader(importlib.abc.Loader):
@@ -249,7 +249,7 @@ class HiddenModuleLoader(importlib.abc.Loader):
         self.spec = self.module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        self.hidden.restore(self.batch, self.name)
+        self.hidden.restore_for_import(self.batch, self.name)
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -367,13 +367,13 @@ def to_message(record: Request | Report | Unwind | NoFault) -> channel.Message:
     return {"type": type(record).__name__, **record._asdict()}
 
 
-def request_of(message: channel.Message) -> Request | None:
+def decode_request(message: channel.Message) -> Request | None:
     """None for a request that only a newer agent sends."""
     kind: type[Request] | None = _REQUESTS.get(message["type"])
     return None if kind is None else channel.to_named_tuple(kind, message)
 
 
-def report_of(message: channel.Message) -> Report | None:
+def decode_report(message: channel.Message) -> Report | None:
     """None for a report that only a newer owner sends."""
     kind: type[Report] | None = _REPORTS.get(message["type"])
     return None if kind is None else channel.to_named_tuple(kind, message)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from elasticd import channel
 from elasticd_agent.system.processes.process import LEFTOVER_GRACE_S, kernel_state, session_of
 from elasticd_agent.workers.launcher.messages import STORE_RANK, Signal, UnkillableProcess
-from elasticd_agent.workers.launcher.writer_process import LONGEST_LOOK_S, SaveAtFault
+from elasticd_agent.workers.launcher.writer_process import MAX_LOOK_GAP_S, SaveAtFault
 
 KILL_DEADLINE_S = 5.0
 """A worker that unpins and unmaps hundreds of GB takes a second or two to die. One that waits for a dead NFS server or
@@ -26,7 +26,7 @@ DEVICE_KILL_DEADLINE_S = 30.0
 """The same where a worker has an accelerator open: tearing down its contexts took up to 15 s elsewhere, and a slot that
 is given up costs the job a GPU."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-NO_FAULT_S = 5.0
+NO_FAULT_AFTER_S = 5.0
 """Longer than the agent waits for the root cause of a rank's error: ROOT_CAUSE_EXIT_WAIT_S in job/state_machine.py."""
 
 
@@ -79,31 +79,33 @@ class OwnedGroup:
         self.stopped = self.runs_programs = False
         """The workers got a signal to end; some of them are shells, which may end by it before their programs do."""
 
-    def workers(self) -> list[int]:
+    def worker_pids(self) -> list[int]:
         return [pid for pid, rank in self.alive.items() if rank != STORE_RANK]
 
-    def staying(self) -> list[int]:
+    def staying_pids(self) -> list[int]:
         """The pids of those that are to keep their process."""
         return [pid for pid, rank in self.alive.items() if rank in self.entered.intersection(self.end.keep)]
 
-    def is_parked(self) -> bool:
+    def is_being_forked(self) -> bool:
         """Requested from the template, which has not forked it yet."""
         return not self.running and not self.alive
 
-    def is_ending(self) -> bool:
+    def workers_ended_or_killed(self) -> bool:
         """Every worker has ended, or was killed."""
-        return self.running and not self.ended and (self.killed_at is not None or not self.workers())
+        return self.running and not self.ended and (self.killed_at is not None or not self.worker_pids())
 
-    def is_late(self, now: float) -> bool:
+    def is_late_at_entry(self, now: float) -> bool:
         """Some worker should be at its entry by now. A time in which this process does not run either is left out."""
-        self.unwound_at += max(now - self.looked_at - LONGEST_LOOK_S, 0.0)
+        self.unwound_at += max(now - self.looked_at - MAX_LOOK_GAP_S, 0.0)
         self.looked_at = now
         return bool(self.unwinding) and now >= self.unwound_at + self.end.park_s
 
-    def without_fault(self, now: float) -> list[int]:
+    def ranks_to_tell_no_fault(self, now: float) -> list[int]:
         """Local ranks that have lost a peer, although all workers here are within their training."""
-        overdue = [rank for rank, at in self.in_doubt.items() if now >= at + NO_FAULT_S]
-        if overdue and not (set(self.ranks.values()) - {STORE_RANK} <= self.entered and all(map(runs, self.workers()))):
+        overdue = [rank for rank, at in self.in_doubt.items() if now >= at + NO_FAULT_AFTER_S]
+        if overdue and not (
+            set(self.ranks.values()) - {STORE_RANK} <= self.entered and all(map(is_not_exiting, self.worker_pids()))
+        ):
             self.in_doubt.clear()  # the agent will say how the group ends
             return []
         return overdue
@@ -111,17 +113,17 @@ class OwnedGroup:
     def store_outlives(self) -> bool:
         return bool(self.alive) and self.keeps_store and not self.failed
 
-    def begin_kill(self, now: float) -> None:
+    def note_kill(self, now: float) -> None:
         """Called before SIGKILL: a process that exits shows no files any more."""
         self.killed_at = now
-        if any(map(has_device_open, self.workers())):
+        if any(map(has_device_open, self.worker_pids())):
             self.kill_deadline_s = DEVICE_KILL_DEADLINE_S
 
-    def members_may_die(self, now: float) -> bool:
+    def awaits_member_deaths(self, now: float) -> bool:
         """False once every member that is left counts as unkillable."""
         return bool(self.unwinding) or self.killed_at is None or now <= self.killed_at + self.kill_deadline_s
 
-    def leftovers_may_die(self, now: float) -> bool:
+    def awaits_leftover_deaths(self, now: float) -> bool:
         """False once all leftovers had their grace period, then SIGKILL, then `kill_deadline_s`."""
         if self.leftovers_since is None:
             return True
@@ -137,7 +139,7 @@ class OwnedGroup:
         return [UnkillableProcess(pid=pid, local_rank=rank, **kernel_state(pid)) for pid, rank in ranks.items()]
 
 
-def runs(pid: int) -> bool:
+def is_not_exiting(pid: int) -> bool:
     """False for a process that ends: it loses its memory first, and closes devices last, which may take long."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", errors="replace") as file:
         return file.read().split()[0] != "0"

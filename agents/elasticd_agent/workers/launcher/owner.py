@@ -8,7 +8,7 @@ it was, and a mark in the environment is lost, since the /proc/PID/environ of a 
 Each process is covered by one of these:
 
     worker, store, writer   are children of the owner, which reaps them and reports their exits
-    what a worker starts    becomes a child of the owner, a child subreaper, when its parent ends: see `finish`
+    what a worker starts    becomes a child of the owner, a child subreaper, when its parent ends: `advance_group_end`
     the agent dies          its socket reads end of file: `end_everything` kills child after child until none is left
     the owner dies          PDEATHSIG ends template, workers, store and writer; the agent, a subreaper as well, ends
                             what these leave behind, and starts another owner
@@ -162,16 +162,18 @@ class Owner:
 
     def serve(self) -> None:
         while self.running:
-            waiting = self.flushing or any(g.is_ending() or g.saving or g.in_doubt for g in self.groups.values())
+            waiting = self.flushing or any(
+                g.workers_ended_or_killed() or g.saving or g.in_doubt for g in self.groups.values()
+            )
             for fd, _ in self.poll.poll(50 if waiting else None):
                 if fd in self.watched:  # not closed by what this turn has read before
                     with contextlib.suppress(BlockingIOError):  # there is nothing to read after all
                         self.watched[fd]()
             self.reap()
             for group in list(self.groups.values()):
-                self.finish(group)
+                self.advance_group_end(group)
             if self.flushing is not None and self.flushing[0].is_late(time.monotonic()):
-                self.flush_saved()
+                self.kept_states_saved()
 
     def receive_from_agent(self) -> None:
         message = channel.receive(self.agent)
@@ -179,14 +181,14 @@ class Owner:
             self.running = False
             return
         try:
-            request = messages.request_of(message)
+            request = messages.decode_request(message)
             if request is None:  # an agent that is one minor version newer may send requests unknown here
                 raise OSError("this launcher is older and cannot do that")
             self.handlers[type(request)](request)
         except OSError as error:
             group = self.groups.get(message.get("group", 0))
             if group is not None and not group.running:
-                self.drop(group)
+                self.kill_and_forget(group)
             self.report(messages.Refused(f"{message['type']}: {error}", message.get("group")))
 
     # --- the writer ---------------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ class Owner:
             self.report(messages.WithoutWriter(why))
 
     def writer_ended(self, writer: WriterProcess, status: int) -> None:
-        if why := writer.ended(status):
+        if why := writer.handle_exit(status):
             self.report(messages.WithoutWriter(why))
         else:
             self.await_first_rank(writer)
@@ -218,12 +220,12 @@ class Owner:
             saving = self.writer.request_save(request.held, signal.SIGKILL, 0.0)
             if saving is not None:
                 self.flushing = saving, request
-                self.watch(saving.connection.fileno(), lambda: self.flush_saved(saving.is_over()))
+                self.watch(saving.connection.fileno(), lambda: self.kept_states_saved(saving.receive_report()))
                 return
         self.end_kept(messages.EndKept([]))
-        self.write_states(request)
+        self.request_writes(request)
 
-    def flush_saved(self, is_over: bool = True) -> None:
+    def kept_states_saved(self, is_over: bool = True) -> None:
         """The kept processes have saved what they hold, or had the time for it."""
         if self.flushing is not None and is_over:
             (saving, request), self.flushing = self.flushing, None
@@ -231,22 +233,22 @@ class Owner:
             saving.connection.close()
             self.flush(request._replace(held=0))
 
-    def write_states(self, request: messages.Flush) -> None:
+    def request_writes(self, request: messages.Flush) -> None:
         writer = self.writer
         connection = None if writer is None else writer.request_flush()
         if writer is None or connection is None:
             self.report(messages.Flushed())
             return
         self.report(messages.Flushing(writer.held_bytes()))
-        self.watch(connection.fileno(), lambda: self.flushed(connection, request))
+        self.watch(connection.fileno(), lambda: self.receive_flush_answer(connection, request))
 
-    def flushed(self, connection: socket.socket, request: messages.Flush) -> None:
+    def receive_flush_answer(self, connection: socket.socket, request: messages.Flush) -> None:
         answer = channel.receive(connection)
         self.unwatch(connection.fileno())
         connection.close()
         if not answer and not self.flushed_again:  # it has died, and another one finds the same states
             self.flushed_again = True
-            self.write_states(request)
+            self.request_writes(request)
         else:
             self.report(channel.to_named_tuple(messages.Flushed, answer or {}))
 
@@ -274,7 +276,7 @@ class Owner:
             self.adopt(message["group"], message["pids"])
         else:
             if message["type"] == "Refused" and message["group"] in self.groups:
-                self.drop(self.groups[message["group"]])
+                self.kill_and_forget(self.groups[message["group"]])
             self.send(message)
 
     def template_lost(self, why: str) -> None:
@@ -283,8 +285,8 @@ class Owner:
             self.template.close()
             self.template = None
         for group in list(self.groups.values()):
-            if group.is_parked():
-                self.drop(group)
+            if group.is_being_forked():
+                self.kill_and_forget(group)
                 self.report(messages.Refused(f"the template ended: {why}", group.name))
         if self.template_pid:
             signal_child(self.template_pid, signal.SIGKILL)
@@ -302,7 +304,7 @@ class Owner:
             theirs.append(end_for_child)
         group = OwnedGroup(request.group, ours)
         if request.store and request.port == 0:
-            self.give_store_its_port(group, request.host, 0)
+            self.send_store_listener(group, request.host, 0)
         self.groups[group.name] = group
         fork = {"fork": group.name, "store": request.store}
         channel.send(self.template, fork, *(end_for_child.fileno() for end_for_child in theirs))
@@ -330,12 +332,12 @@ class Owner:
             raise OSError("there is no such parked group")
         if request.store:
             if group.port == 0:
-                self.give_store_its_port(group, request.host, request.port)
-            self.report_port(group)
+                self.send_store_listener(group, request.host, request.port)
+            self.report_store_port(group)
         else:
             group.port = 0  # the surplus store ends below
         for rank, worker in enumerate(request.workers):
-            group.held_releases[rank] = {**worker, "env": self.with_port(group, worker["env"])}
+            group.held_releases[rank] = {**worker, "env": self.with_master_port(group, worker["env"])}
         taken = {rank: pid for rank, pid in enumerate(request.kept) if pid in self.kept}
         for pid, rank in list(group.alive.items()):
             if rank >= len(request.workers) or rank in taken or (rank == STORE_RANK and not request.store):
@@ -349,7 +351,7 @@ class Owner:
             if rank != STORE_RANK and rank not in taken:
                 self.watch_worker(pid, group.channels[rank])
         self.release_workers(group, group.held_releases.keys() - set(request.held_ranks))
-        self.begin(group, request.keep)
+        self.report_started(group, request.keep)
 
     def release_held(self, request: messages.ReleaseHeld) -> None:
         group = self.groups.get(request.group)
@@ -374,7 +376,7 @@ class Owner:
             self.watch_worker(pid, self.kept[pid])
             with contextlib.suppress(OSError):
                 channel.send(self.kept[pid], {**worker})
-        self.drop(group)
+        self.kill_and_forget(group)
         self.report(messages.ReleasedAhead(group.name, pids))
 
     # --- processes that are kept --------------------------------------------------------------------------------
@@ -427,10 +429,10 @@ class Owner:
             self.unwatch(end.fileno())
         end.close()
 
-    def unwind(self, group: OwnedGroup) -> None:
+    def ask_to_leave(self, group: OwnedGroup) -> None:
         """Ask the workers that are to keep their process to leave the round."""
         group.unwound_at = group.looked_at = time.monotonic()
-        for pid in group.staying():
+        for pid in group.staying_pids():
             rank = group.alive[pid]
             with contextlib.suppress(OSError):
                 channel.send(group.channels[rank], messages.to_message(messages.Unwind(group.end.why)))
@@ -449,7 +451,7 @@ class Owner:
         if pid in self.kept:
             self.close_channel(self.kept.pop(pid))
         self.report(messages.KeptExited(pid, status))
-        for left in self.leftovers():
+        for left in self.leftover_pids():
             if session_of(left) == pid and not may_be_cleaner(left):
                 signal_child(left, signal.SIGKILL)
 
@@ -459,12 +461,12 @@ class Owner:
         if request.store is not None:
             self.exec_store(group, request.store["argv"], request)
         for rank, worker in enumerate(request.workers):
-            env = {**request.env, **self.with_port(group, worker["env"])}
+            env = {**request.env, **self.with_master_port(group, worker["env"])}
             bind = functools.partial(bind_to_cpus, worker.get("cpus", ()))
             group.alive[spawn(worker["argv"], env, request.cwd, worker["stdout"], worker["stderr"], (), bind)] = rank
-        self.begin(group, request.keep)
+        self.report_started(group, request.keep)
 
-    def begin(self, group: OwnedGroup, keeps_store: bool) -> None:
+    def report_started(self, group: OwnedGroup, keeps_store: bool) -> None:
         group.running, group.keeps_store, group.ranks = True, keeps_store, dict(group.alive)
         group.running_since = time.monotonic()
         pids = {rank: pid for pid, rank in group.alive.items()}
@@ -473,26 +475,26 @@ class Owner:
 
     # --- the round's store --------------------------------------------------------------------------------------
 
-    def give_store_its_port(self, group: OwnedGroup, host: str, port: int) -> None:
-        with listen(host, port) as listener:
+    def send_store_listener(self, group: OwnedGroup, host: str, port: int) -> None:
+        with open_listener(host, port) as listener:
             group.port = listener.getsockname()[1]
             channel.send(group.channels[STORE_RANK], {"host": host}, listener.fileno())
 
     def exec_store(self, group: OwnedGroup, argv: list[str], request: messages.Execute) -> None:
         group.channels[STORE_RANK], theirs = channel.pair()
-        with theirs, listen(request.host, request.port) as listener:
+        with theirs, open_listener(request.host, request.port) as listener:
             group.port = listener.getsockname()[1]
             for fd in (listener.fileno(), theirs.fileno()):
                 os.set_inheritable(fd, True)
             argv = [*argv, request.host, str(listener.fileno()), str(theirs.fileno())]
             group.alive[spawn(argv, request.env, request.cwd, None, None, IGNORED_SIGNALS)] = STORE_RANK
-        self.report_port(group)
+        self.report_store_port(group)
 
-    def report_port(self, group: OwnedGroup) -> None:
+    def report_store_port(self, group: OwnedGroup) -> None:
         """Before a worker runs: the socket accepts already, and other nodes' workers need the port as soon as ours."""
         self.report(messages.StoreListens(group.name, group.port))
 
-    def with_port(self, group: OwnedGroup, env: dict[str, str]) -> dict[str, str]:
+    def with_master_port(self, group: OwnedGroup, env: dict[str, str]) -> dict[str, str]:
         """The environment with the port of the group's own store, if it has one."""
         return {**env, "MASTER_PORT": str(group.port)} if group.port else env
 
@@ -508,10 +510,10 @@ class Owner:
             if not request.keep:
                 group.unwinding.clear()
             if not group.running or group.ended:
-                self.drop(group)
+                self.kill_and_forget(group)
                 return
-        stay = group.staying() if request.signal == signal.SIGKILL else []
-        if request.save is None or not self.save_first(group, request.save, request.signal, stay):
+        stay = group.staying_pids() if request.signal == signal.SIGKILL else []
+        if request.save is None or not self.start_save_at_fault(group, request.save, request.signal, stay):
             self.signal_members(group, request.signal)
 
     def signal_members(self, group: OwnedGroup, signum: int) -> None:
@@ -519,15 +521,15 @@ class Owner:
             self.kill_members(group)
         else:
             group.stopped = True
-            group.runs_programs |= any(map(is_shell, group.workers()))
-            for pid in group.workers():
+            group.runs_programs |= any(map(is_shell, group.worker_pids()))
+            for pid in group.worker_pids():
                 signal_child(pid, signal.SIGKILL if pid in self.holding else signum)
 
-    def save_first(self, group: OwnedGroup, round: int, signum: int, stay: Sequence[int] = ()) -> bool:
+    def start_save_at_fault(self, group: OwnedGroup, round: int, signum: int, stay: Sequence[int] = ()) -> bool:
         """Have the group's workers save their state, or those that `stay` hold it; the signal follows. False if none
         can save.
         """
-        if group.saving is None and self.writer is not None and group.workers():
+        if group.saving is None and self.writer is not None and group.worker_pids():
             group.saving = self.writer.request_save(round, signum, group.running_since, stay)
             if group.saving is not None:
                 self.watch(group.saving.connection.fileno(), functools.partial(self.receive_from_donors, group))
@@ -537,21 +539,21 @@ class Owner:
 
     def receive_from_donors(self, group: OwnedGroup) -> None:
         saving = group.saving
-        if saving is None or not saving.is_over():
+        if saving is None or not saving.receive_report():
             return
         group.held_step = max(saving.held, group.held_step)
         if saving.is_of_stayers and not (saving.held or saving.saved) and group.end.save is not None:
-            self.end_saving(group)
-            if self.save_first(group, group.end.save, saving.signum):
+            self.close_saving(group)
+            if self.start_save_at_fault(group, group.end.save, saving.signum):
                 return
-        self.saved(group, saving.signum)
+        self.signal_after_saving(group, saving.signum)
 
-    def saved(self, group: OwnedGroup, signum: int) -> None:
+    def signal_after_saving(self, group: OwnedGroup, signum: int) -> None:
         """The workers have saved their state, or had the time for it."""
-        self.end_saving(group)
+        self.close_saving(group)
         self.signal_members(group, signum)
 
-    def end_saving(self, group: OwnedGroup) -> None:
+    def close_saving(self, group: OwnedGroup) -> None:
         if group.saving is not None:
             self.unwatch(group.saving.connection.fileno())
             group.saving.connection.close()
@@ -559,16 +561,16 @@ class Owner:
 
     def kill_members(self, group: OwnedGroup) -> None:
         """All but those that are asked to leave the round; these may use the store until they have."""
-        self.end_saving(group)
+        self.close_saving(group)
         if group.killed_at is None:
-            self.unwind(group)
-            group.begin_kill(time.monotonic())
+            self.ask_to_leave(group)
+            group.note_kill(time.monotonic())
         for pid, rank in group.alive.items():
             if pid not in group.unwinding and not (group.unwinding and rank == STORE_RANK):
                 signal_child(pid, signal.SIGKILL)
 
-    def drop(self, group: OwnedGroup) -> None:
-        self.end_saving(group)
+    def kill_and_forget(self, group: OwnedGroup) -> None:
+        self.close_saving(group)
         for end in group.channels.values():
             self.close_channel(end)
         for pid in group.alive:
@@ -578,7 +580,7 @@ class Owner:
     # --- deaths -------------------------------------------------------------------------------------------------
 
     def reap(self) -> None:
-        """Collect every child that ended. Its own children become ours: see `finish`."""
+        """Collect every child that ended. Its own children become ours: see `advance_group_end`."""
         while True:
             try:
                 dead, status = os.waitpid(-1, os.WNOHANG)
@@ -614,81 +616,83 @@ class Owner:
         group.in_doubt.clear()
         group.last_exit_at = at
         if not group.running:
-            self.drop(group)
+            self.kill_and_forget(group)
             self.report(messages.Refused(f"a parked process {describe_wait_status(status)}", group.name))
             return
         if group.ended:  # this was the store that it kept
-            self.drop(group)
+            self.kill_and_forget(group)
         elif rank != STORE_RANK and rank in group.channels:
             self.close_channel(group.channels.pop(rank))
         self.report(messages.Exited(group.name, rank, pid, status, at))
         if group.stopped and not group.failed:
-            self.end_by_signal(group, [left for left in self.leftovers() if session_of(left) == pid])
+            self.send_sigterm_once(group, [left for left in self.leftover_pids() if session_of(left) == pid])
 
-    def finish(self, group: OwnedGroup) -> None:
+    def advance_group_end(self, group: OwnedGroup) -> None:
         """End a group whose last worker has exited: its store, unless kept, and what its workers left behind.
 
         Processes that survive SIGKILL are waited for until a deadline, then reported, and reaped whenever they end.
         """
         now = time.monotonic()
-        for rank in group.without_fault(now):
+        for rank in group.ranks_to_tell_no_fault(now):
             del group.in_doubt[rank]
             with contextlib.suppress(OSError, KeyError):
                 channel.send(group.channels[rank], messages.to_message(messages.NoFault()))
         if (saving := group.saving) is not None and saving.is_late(now):
-            self.report(messages.Unsaved(group.name, saving.unsaved or len(group.workers()), now - saving.since))
-            self.saved(group, saving.signum)
-        if group.is_late(now):
+            self.report(messages.Unsaved(group.name, saving.unsaved or len(group.worker_pids()), now - saving.since))
+            self.signal_after_saving(group, saving.signum)
+        if group.is_late_at_entry(now):
             late, group.unwinding = sorted(group.unwinding.values()), {}
             self.report(messages.NotParked(group.name, late, now - group.unwound_at))
             if group.held_step and not group.is_held and group.end.save is not None:
-                self.save_first(group, group.end.save, signal.SIGKILL)
-            group.begin_kill(now)
-        if not group.is_ending() or group.saving is not None:
+                self.start_save_at_fault(group, group.end.save, signal.SIGKILL)
+            group.note_kill(now)
+        if not group.workers_ended_or_killed() or group.saving is not None:
             return
         keeps_store = group.store_outlives()
         if not keeps_store:
             self.kill_members(group)
-        leftovers = self.leftovers()
-        if leftovers and any(other.is_parked() for other in self.groups.values()):
+        leftovers = self.leftover_pids()
+        if leftovers and any(other.is_being_forked() for other in self.groups.values()):
             return  # some of them may be that group's members, which the template reports in a moment
         if leftovers:
             self.end_leftovers(group, leftovers, now)
         members_left = bool(group.alive) and not keeps_store
-        may_die = (members_left and group.members_may_die(now)) or (leftovers and group.leftovers_may_die(now))
+        may_die = (members_left and group.awaits_member_deaths(now)) or (
+            leftovers and group.awaits_leftover_deaths(now)
+        )
         if not may_die:
-            self.group_ended(group, keeps_store, leftovers)
+            self.report_group_ended(group, keeps_store, leftovers)
 
     def end_leftovers(self, group: OwnedGroup, leftovers: list[int], now: float) -> None:
         """After a success SIGTERM and a grace period come first. Cleaners of shared memory get a moment in any case."""
         if group.leftovers_since is None:
             group.leftovers_since = now
         if not group.failed:
-            self.end_by_signal(group, leftovers)
+            self.send_sigterm_once(group, leftovers)
         waited_s = now - max(group.leftovers_since, group.last_exit_at)
         if group.failed or waited_s > group.leftover_grace_s():
             for pid in leftovers:
                 if waited_s > LEFTOVER_GRACE_S or not may_be_cleaner(pid):
                     signal_child(pid, signal.SIGKILL)
 
-    def end_by_signal(self, group: OwnedGroup, leftovers: list[int]) -> None:
+    def send_sigterm_once(self, group: OwnedGroup, leftovers: list[int]) -> None:
         """Send SIGTERM to those that did not get it yet. Cleaners of shared memory free it, and end by themselves."""
         for pid in set(leftovers) - group.asked:
             if not may_be_cleaner(pid):
                 signal_child(pid, signal.SIGTERM)
                 group.asked.add(pid)
 
-    def group_ended(self, group: OwnedGroup, keeps_store: bool, leftovers: list[int]) -> None:
+    def report_group_ended(self, group: OwnedGroup, keeps_store: bool, leftovers: list[int]) -> None:
         survivors = [*leftovers, *([] if keeps_store else group.alive)]
         unkillable = group.describe_unkillable(survivors)
         self.unkillable.update(survivors)
         group.ended = True
         if not keeps_store:
             group.alive.clear()
-            self.drop(group)
+            self.kill_and_forget(group)
         self.report(messages.Ended(group.name, unkillable, sorted(group.kept)))
 
-    def leftovers(self) -> list[int]:
+    def leftover_pids(self) -> list[int]:
         """Our children that are neither template nor writer nor in a group: orphans of ended workers, not of kept
         ones."""
         kept = set(self.kept).union(*(group.unwinding for group in self.groups.values()))
@@ -701,15 +705,15 @@ class Owner:
         """Kill every descendant: each death makes more of them our children, until none is left. Bounded."""
         if self.writer is not None:
             for group in list(self.groups.values()):
-                self.drop(group)
+                self.kill_and_forget(group)
             self.end_kept(messages.EndKept([]))
-            self.writer.end()
+            self.writer.end_process()
         end_children(2 * LEFTOVER_GRACE_S, except_pids=self.unkillable)
         with contextlib.suppress(RecursionError):  # the agent removes what a job has nested that deeply
             shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """A socket for a round's store; clients wait in its backlog. "::" is every address, IPv4 too."""
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET

@@ -32,7 +32,7 @@ _log = logging.getLogger("elasticd.launcher")
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerMessage:
+class OwnerReport:
     """A report of the owner, in the agent's inbox."""
 
     report: messages.Report
@@ -47,7 +47,7 @@ class OwnerClient:
     """One owner process. `post` is called from a thread of this object."""
 
     def __init__(
-        self, runtime_dir: Path, post: Callable[[OwnerMessage | OwnerLost], None], keep: Sequence[int] = ()
+        self, runtime_dir: Path, post: Callable[[OwnerReport | OwnerLost], None], keep: Sequence[int] = ()
     ) -> None:
         """`keep`: file descriptors that the owner keeps open, too, for as long as it has a process to end."""
         # If the owner is killed, its descendants become our children, and are ended by us.
@@ -63,7 +63,7 @@ class OwnerClient:
         self._post = post
         self._closing = False
         self._unkillable: set[int] = set()  # written by the reader thread
-        self._reader = threading.Thread(target=self._read, name="owner-reader", daemon=True)
+        self._reader = threading.Thread(target=self._read_reports, name="owner-reader", daemon=True)
         self._reader.start()
 
     def send(self, request: messages.Request) -> None:
@@ -80,10 +80,10 @@ class OwnerClient:
                     f"({error.strerror}); make them smaller"
                 ) from None
 
-    def _end_if_stopped(self) -> None:
+    def _kill_if_stopped(self) -> None:
         """Until the owner has something to say: an owner that is stopped neither reaps nor kills, and is replaced."""
         stopped = 0
-        while not self._closing and not self._readable():
+        while not self._closing and not self._wait_readable():
             stopped = stopped + 1 if procfs.state(self._process.pid) == "T" else 0
             if stopped == STOPPED_LOOKS:
                 _log.warning(
@@ -91,24 +91,24 @@ class OwnerClient:
                 )
                 self._process.kill()
 
-    def _readable(self) -> bool:
+    def _wait_readable(self) -> bool:
         poller = select.poll()  # select() takes no descriptor above 1,023
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(LOOK_S * 1000))
 
-    def _read(self) -> None:
+    def _read_reports(self) -> None:
         while True:
-            self._end_if_stopped()
+            self._kill_if_stopped()
             message = channel.receive(self._socket)
             if message is None:
                 break
-            report = messages.report_of(message)
+            report = messages.decode_report(message)
             if isinstance(report, messages.Ended):
                 self._unkillable.update(process["pid"] for process in report.unkillable)
             elif isinstance(report, messages.Reaped):
                 self._unkillable.discard(report.pid)
             if report is not None:
-                self._post(OwnerMessage(report))
+                self._post(OwnerReport(report))
         if not self._closing:
             self._post(OwnerLost())
 

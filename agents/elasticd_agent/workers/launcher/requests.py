@@ -37,59 +37,59 @@ from elasticd_agent.workers.launcher.messages import (
     WorkerFields,
 )
 
-ALWAYS = ("numpy", "torch", "torch._dynamo", "torch.profiler._cupti_monitor")
+ALWAYS_PRELOADED = ("numpy", "torch", "torch._dynamo", "torch.profiler._cupti_monitor")
 """numpy, which torch imports where it is installed, torch, and the lazy imports of the first DistributedDataParallel()
 and the first optimizer step (torch 2.13)."""
-COMPILE = ("torch._inductor.compile_fx",)
-LAZY_LIBRARY = ("elasticd.session", "elasticd.sampler")
+COMPILE_MODULES = ("torch._inductor.compile_fx",)
+LAZY_LIBRARY_MODULES = ("elasticd.session", "elasticd.sampler")
 """The lazy imports of `import elasticd`."""
-READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
-MAX_FILES = 500
+VARIABLES_READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
+MAX_SCANNED_FILES = 500
 """The most files of a script's own modules that are read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Preload:
+class PreloadPlan:
     """The plan of what to import ahead.
 
-    `modules` in order; those in `required` must be importable; `cold` is the reason not to fork, or None.
+    `modules` in order; those in `required` must be importable; `cold_reason` is the reason not to fork, or None.
     """
 
     modules: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
-    cold: str | None = None
+    cold_reason: str | None = None
 
 
 def plan_preload(
     script: Path | None, args: tuple[str, ...], required: tuple[str, ...], path: tuple[Path, ...] = ()
-) -> Preload:
+) -> PreloadPlan:
     """Return what to import ahead for this script.
 
     `script` is the file that will run, None if unknown; `path` are folders where it finds modules of its own. A script
     that cannot be read or parsed is no obstacle here: its own traceback explains it.
     """
     if any("${local_rank}" in arg for arg in args):
-        return Preload(cold="an argument holds ${local_rank}, which differs from worker to worker")
-    modules = [*ALWAYS]
+        return PreloadPlan(cold_reason="an argument holds ${local_rank}, which differs from worker to worker")
+    modules = [*ALWAYS_PRELOADED]
     if script is not None:
         try:
             source = script.read_text(encoding="utf-8")
             tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError):
-            return Preload(tuple(modules) + required, required)  # the worker's own traceback explains it
-        changed = EnvironmentScan(path).early_change(script)
+            return PreloadPlan(tuple(modules) + required, required)  # the worker's own traceback explains it
+        changed = EnvironmentScan(path).find_early_change(script)
         if changed is not None:
-            return Preload(cold=f"{changed[0]} sets {changed[1]}, which torch reads when it is imported")
-        names = list(imported(tree))
+            return PreloadPlan(cold_reason=f"{changed[0]} sets {changed[1]}, which torch reads when it is imported")
+        names = list(imported_modules(tree))
         modules += [name for name in names if name.startswith("torch.") and name not in modules]
         if any(name.partition(".")[0] == "elasticd" for name in names):
-            modules += LAZY_LIBRARY
+            modules += LAZY_LIBRARY_MODULES
         if "torch.compile" in source or ".compile(" in source:
-            modules += COMPILE
-    return Preload(tuple(modules) + required, required)
+            modules += COMPILE_MODULES
+    return PreloadPlan(tuple(modules) + required, required)
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported_modules(tree: ast.AST) -> Iterator[str]:
     """The modules that the script's top level imports by name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
@@ -109,7 +109,7 @@ class EnvironmentScan:
         self._read: set[Path] = set()
         self._torch = False
 
-    def early_change(self, file: Path) -> tuple[str, str] | None:
+    def find_early_change(self, file: Path) -> tuple[str, str] | None:
         """The name of the file, and of the variable."""
         self._read.add(file)
         try:
@@ -118,25 +118,25 @@ class EnvironmentScan:
             return None
         for node in sorted(nodes, key=lambda node: node.lineno):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                change = self._imported(node, file)
+                change = self._change_in_import(node, file)
             else:
-                names = [name for name in _environment_names(node) if READ_AT_IMPORT.match(name)]
+                names = [name for name in _variables_set_by(node) if VARIABLES_READ_AT_IMPORT.match(name)]
                 change = (file.name, names[0]) if names else None
             if change is not None or self._torch:
                 return change
         return None
 
-    def _imported(self, node: ast.Import | ast.ImportFrom, file: Path) -> tuple[str, str] | None:
-        self._torch = self._torch or _is_torch(node)
+    def _change_in_import(self, node: ast.Import | ast.ImportFrom, file: Path) -> tuple[str, str] | None:
+        self._torch = self._torch or _imports_torch(node)
         if self._torch:
             return None
-        for module in self._own_modules(node, file):
-            change = self.early_change(module)
+        for module in self._imported_files(node, file):
+            change = self.find_early_change(module)
             if change is not None or self._torch:
                 return change
         return None
 
-    def _own_modules(self, node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[Path]:
+    def _imported_files(self, node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[Path]:
         """The files that an import statement runs, outermost package first, each once."""
         if isinstance(node, ast.Import):
             names, folders = [alias.name for alias in node.names], self._path
@@ -148,29 +148,31 @@ class EnvironmentScan:
             for folder in folders:
                 bases = [folder.joinpath(*parts[: i + 1]) for i in range(len(parts))]
                 for path in (p for base in bases for p in (base / "__init__.py", base.with_suffix(".py"))):
-                    if path not in self._read and len(self._read) < MAX_FILES and path.is_file():
+                    if path not in self._read and len(self._read) < MAX_SCANNED_FILES and path.is_file():
                         yield path
 
 
-def _is_torch(node: ast.Import | ast.ImportFrom) -> bool:
+def _imports_torch(node: ast.Import | ast.ImportFrom) -> bool:
     """True if the statement imports torch or a part of it."""
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
     return any(name == "torch" or name.startswith("torch.") for name in names)
 
 
-def _environment_names(node: ast.AST) -> Iterator[str]:
+def _variables_set_by(node: ast.AST) -> Iterator[str]:
     """Constant names that a statement or call writes into os.environ."""
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
         targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [node.target]
         for target in targets:
             if isinstance(target, ast.Subscript) and _is_environ(target.value):
-                yield from _constants([target.slice])
+                yield from _constant_strings([target.slice])
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == "putenv" or (_is_environ(node.func.value) and node.func.attr in ("setdefault", "pop")):
-            yield from _constants(node.args[:1])
+            yield from _constant_strings(node.args[:1])
         elif _is_environ(node.func.value) and node.func.attr == "update":
             yield from (keyword.arg for keyword in node.keywords if keyword.arg)
-            yield from _constants([key for arg in node.args if isinstance(arg, ast.Dict) for key in arg.keys if key])
+            yield from _constant_strings(
+                [key for arg in node.args if isinstance(arg, ast.Dict) for key in arg.keys if key]
+            )
 
 
 def _is_environ(node: ast.AST) -> bool:
@@ -179,7 +181,7 @@ def _is_environ(node: ast.AST) -> bool:
     )
 
 
-def _constants(nodes: list[ast.expr]) -> Iterator[str]:
+def _constant_strings(nodes: list[ast.expr]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
@@ -195,7 +197,7 @@ def worker_base_environment(environ: Mapping[str, str], workers: int) -> dict[st
     return env
 
 
-def script_of(module: bool, entrypoint: str, cwd: Path) -> Path | None:
+def find_script(module: bool, entrypoint: str, cwd: Path) -> Path | None:
     """The file that will run: the script, or the module that `python -m` finds in `cwd` first; None if unknown."""
     if not module:
         return cwd / entrypoint
@@ -203,13 +205,13 @@ def script_of(module: bool, entrypoint: str, cwd: Path) -> Path | None:
     return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
 
 
-FRAMEWORKS = (
+INTEGRATED_MODULES = (
     *("transformers.trainer", "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"),
     "accelerate.accelerator",
 )
 """The modules after which --integrate adds a callback."""
 TEMPLATE_PROGRAMS = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams", "cpu_binding")
-LIBRARY = (
+LIBRARY_MODULES = (
     "elasticd.memory_order",
     "elasticd.channel",
     "elasticd.errors",
@@ -241,12 +243,12 @@ class WorkerSpec:
 class LaunchRequests:
     """Composes one job's requests."""
 
-    def __init__(self, spec: JobSpec, base_env: dict[str, str], preload: Preload) -> None:
+    def __init__(self, spec: JobSpec, base_env: dict[str, str], preload: PreloadPlan) -> None:
         self._spec = spec
         self._preload = preload
         self._base_env = {**base_env, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals)}
 
-    def writer(self) -> HoldStates:
+    def writer_request(self) -> HoldStates:
         return HoldStates([sys.executable, "-I", library_file("elasticd.checkpointing.memory.writer")], self._base_env)
 
     def leave_out(self, left_out: Collection[str]) -> None:
@@ -257,7 +259,7 @@ class LaunchRequests:
         )
         self._preload = replace(self._preload, modules=modules, required=required)
 
-    def template(self) -> StartTemplate:
+    def template_request(self) -> StartTemplate:
         """Return the request to start the template: the script's command line and paths, and what to import."""
         spec = self._spec
         module = spec.mode is EntrypointMode.MODULE
@@ -267,24 +269,27 @@ class LaunchRequests:
             required=self._preload.required,
             script_dir=str(spec.cwd if module else (spec.cwd / spec.entrypoint).resolve().parent),
         )
-        env = {**self._base_env, "PYTHONPATH": self._hooked_path()}
-        return StartTemplate(self._argv(0), env, str(spec.cwd), launch)
+        env = {**self._base_env, "PYTHONPATH": self._python_path_with_hook()}
+        return StartTemplate(self._command_line(0), env, str(spec.cwd), launch)
 
-    def cold(
+    def cold_start_request(
         self, group: int, workers: tuple[WorkerSpec, ...], host: str, port: int, *, store: bool, keep: bool
     ) -> Execute:
         """Return the request to start workers without a template, each by a command line of its own."""
         spec, hook = self._spec, {}
         if spec.mode is not EntrypointMode.EXEC:
-            hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch_config(mode="cold"))}
+            hook = {
+                "PYTHONPATH": self._python_path_with_hook(),
+                "ELASTICD_LAUNCH": json.dumps(self._launch_config(mode="cold")),
+            }
         store_program = {"argv": [spec.python, "-u", program("tcp_store")]} if store else None
         started: list[ColdWorkerFields] = [
-            {**worker.fields(), "argv": self._argv(rank), "env": {**hook, **worker.env}}
+            {**worker.fields(), "argv": self._command_line(rank), "env": {**hook, **worker.env}}
             for rank, worker in enumerate(workers)
         ]
         return Execute(group, store_program, keep, host, port, str(spec.cwd), self._base_env, started)
 
-    def _argv(self, local_rank: int) -> list[str]:
+    def _command_line(self, local_rank: int) -> list[str]:
         spec = self._spec
         args = [arg.replace("${local_rank}", str(local_rank)) for arg in spec.args]
         if spec.mode is EntrypointMode.EXEC:
@@ -294,10 +299,13 @@ class LaunchRequests:
     def _launch_config(self, **launch: Any) -> Message:
         """The start-up hook's configuration; `agent` and its descendants may trace the workers."""
         files = {name: program(name) for name in TEMPLATE_PROGRAMS}
-        ours = {"library": {name: library_file(name) for name in LIBRARY}, "agent": os.getpid()}
-        ours |= {"read_at_import": READ_AT_IMPORT.pattern, "integrate": FRAMEWORKS if self._spec.integrate else ()}
+        ours = {"library": {name: library_file(name) for name in LIBRARY_MODULES}, "agent": os.getpid()}
+        ours |= {
+            "read_at_import": VARIABLES_READ_AT_IMPORT.pattern,
+            "integrate": INTEGRATED_MODULES if self._spec.integrate else (),
+        }
         return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
 
-    def _hooked_path(self) -> str:
+    def _python_path_with_hook(self) -> str:
         """A PYTHONPATH on which the interpreter finds our start-up hook first."""
         return os.pathsep.join(filter(None, [program("start_up_hook"), self._base_env.get("PYTHONPATH")]))

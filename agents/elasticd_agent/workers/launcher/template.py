@@ -8,14 +8,15 @@ the script. So `__main__`, pickling, multiprocessing, tracebacks, exit codes and
 over is kept out of the template, or put right in the worker:
 
     threads         a lock that another thread holds at a fork is never released in the child. There is one thread at
-                    every fork: libraries are told to start none, and `unfit` counts them before each fork
-    accelerators    a driver's state does not survive a fork. No device file is open (`unfit`), NVML is shut down after
-                    torch has counted devices by it, and a child is asked whether torch would refuse CUDA (`bad_fork`)
+                    every fork: libraries are told to start none, and `why_unfit` counts them before each fork
+    accelerators    a driver's state does not survive a fork. No device file is open (`why_unfit`), NVML is shut down
+                    after torch has counted devices by it, and a child is asked whether torch would refuse CUDA
+                    (`why_bad_fork`)
     modules         a script must not notice that torch is loaded: `hidden_modules` keeps modules, and the side
                     effects of their imports, from sight until the script imports them
     environment     a worker gets the job's own, and what the script sets before it imports torch takes effect then
                     (`apply_environment`), or a message says that it is too late
-    random numbers  generators that a fork would share are seeded anew (`reseed`)
+    random numbers  generators that a fork would share are seeded anew (`reseed_generators`)
     the user's code is never run here. An exception that left this module would make the interpreter run the script in
                     the template, so every way out of it is `os._exit`
 
@@ -24,9 +25,10 @@ import, not the warm start. Only what torch itself breaks makes workers start co
 
 A worker has the owner as its parent, not the template, so that its exit status outlives both. Therefore the template
 forks an intermediate process, which forks the workers, reports their pids and exits; the owner, a child subreaper,
-adopts them. Each worker waits for that (`await_owner`) before it asks to die with its parent, and then for its release:
-groups are forked ahead, and wait parked until a round needs them. A parked worker that reads end of file exits. The
-socket of the release stays open: `session.run` of the library parks a worker again, and it waits for another release.
+adopts them. Each worker waits for that (`await_adoption`) before it asks to die with its parent, and then for its
+release: groups are forked ahead, and wait parked until a round needs them. A parked worker that reads end of file
+exits. The socket of the release stays open: `session.run` of the library parks a worker again, and it waits for another
+release.
 
 In a cold start (`"mode": "cold"`) the hook only installs the worker's heartbeat and returns.
 """
@@ -52,19 +54,19 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 15, 16
 ADOPTION_DEADLINE_S = 10.0
-THREAD_END_S = 0.5
+THREAD_EXIT_S = 0.5
 """A thread that was joined is in /proc for a moment."""
-THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+THREAD_COUNT_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 """torch takes the first one that has a number."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-MOST_NVML_USERS = 64
+MAX_NVML_SHUTDOWNS = 64
 
-Config = dict[str, Any]
+LaunchConfig = dict[str, Any]
 
 
-def main(config: Config) -> None:
+def main(config: LaunchConfig) -> None:
     """Returns in a worker, when the script may run; a template never returns."""
-    console = load_file("_elasticd_console", config["console_streams"])
+    console = load_module_file("_elasticd_console", config["console_streams"])
     console.survive_closed_console()
     console.shorten_interrupts()
     library = load_library(config["library"])
@@ -77,7 +79,7 @@ def main(config: Config) -> None:
     Template(config, library).serve()
 
 
-def load_file(name: str, path: str) -> ModuleType:
+def load_module_file(name: str, path: str) -> ModuleType:
     """Load one of our files by path: elasticd need not be installed in the job's interpreter."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -96,7 +98,7 @@ def load_library(paths: dict[str, str]) -> dict[str, ModuleType]:
     library: dict[str, ModuleType] = {}
     try:
         for name, path in paths.items():
-            sys.modules[name] = library[name] = load_file(name, path)
+            sys.modules[name] = library[name] = load_module_file(name, path)
     finally:
         for name in paths:
             sys.modules.pop(name, None)
@@ -107,7 +109,7 @@ def load_library(paths: dict[str, str]) -> dict[str, ModuleType]:
 class Template:
     """Preloads, hides the loaded modules, and forks on request until the owner ends."""
 
-    def __init__(self, config: Config, library: dict[str, ModuleType]) -> None:
+    def __init__(self, config: LaunchConfig, library: dict[str, ModuleType]) -> None:
         self.config = config
         self.library = library
         self.control = socket.socket(fileno=config["fd"])
@@ -118,9 +120,9 @@ class Template:
         self.libc.prctl(PR_GET_NAME, self.comm, 0, 0, 0)
         self.env = dict(os.environ)
         self.signal_handlers: dict[int, Any] = {}
-        self.store = load_file("_elasticd_store", config["tcp_store"])
+        self.store = load_module_file("_elasticd_store", config["tcp_store"])
         self.nvml_users: dict[str, int] = {}
-        self.hidden = load_file("_elasticd_hidden", config["hidden_modules"]).HiddenModules()
+        self.hidden = load_module_file("_elasticd_hidden", config["hidden_modules"]).HiddenModules()
 
     def serve(self) -> None:
         """Returns only in a released worker."""
@@ -131,7 +133,7 @@ class Template:
             os._exit(1)
         self.become_worker(release)
 
-    def wait_for_release(self) -> Config:
+    def wait_for_release(self) -> LaunchConfig:
         """Preload, then fork on request. Returns a worker's release, in that worker."""
         os.set_inheritable(self.control.fileno(), False)
         self.libc.prctl(PR_SET_NAME, b"elasticd-templ", 0, 0, 0)
@@ -150,7 +152,7 @@ class Template:
         except BaseException as error:  # noqa: BLE001 an import may raise anything; the cold start shows it
             self.send("TemplateReady", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
             os._exit(0)
-        cold = self.unfit() or self.bad_fork()
+        cold = self.why_unfit() or self.why_bad_fork()
         if cold is not None and not left_out:
             left_out = dict.fromkeys(self.config["required"], cold)
         if left_out:
@@ -158,7 +160,7 @@ class Template:
             os._exit(0)
         gc.collect()  # of the user's modules: what torch left is frozen already
         gc.freeze()  # garbage collection in the workers then leaves the shared pages untouched
-        self.send("TemplateReady", cold=cold or self.shadowed(), seconds=time.monotonic() - started)
+        self.send("TemplateReady", cold=cold or self.find_shadowing_file(), seconds=time.monotonic() - started)
         while True:
             request, fds = self.channel.receive_with_descriptors(self.control)
             if request is None:
@@ -180,12 +182,12 @@ class Template:
         """
         self.baseline = set(sys.modules)
         left_out: dict[str, str] = {}
-        with self.fit_to_fork():
+        with self.forkable_environment():
             for name in self.config["preload"]:
                 self.send("Preloading", module=name)
-                before = self.unfit()
+                before = self.why_unfit()
                 try:
-                    with self.hidden.loading(name), self.without_collection(name):
+                    with self.hidden.recording_import_of(name), self.without_garbage_collection(name):
                         importlib.import_module(name)
                 except BaseException as error:
                     if name == "torch":  # any other module can be left out
@@ -194,20 +196,20 @@ class Template:
                     if name in self.config["required"] or not missing:  # or this version of torch does not have it
                         left_out[name] = f"it failed: {type(error).__name__}: {error}"
                     continue
-                why = self.unfit()
+                why = self.why_unfit()
                 if why == before and name in self.config["required"] and not left_out:
-                    why = self.bad_fork()
+                    why = self.why_bad_fork()
                 if why is not None and why != before and name != "torch":
                     left_out[name] = why
-        distributed = self.hidden.get("torch.distributed")
+        distributed = self.hidden.get_loaded("torch.distributed")
         self.tcp_store = getattr(distributed, "TCPStore", None)
-        self.hidden.activate()
+        self.hidden.hide_all()
         return left_out
 
-    def shadowed(self) -> str | None:
+    def find_shadowing_file(self) -> str | None:
         """A file of the script's directory, which comes first on its path, with the name of a preloaded module."""
         directory = self.config["script_dir"]
-        loaded = {name.partition(".")[0] for name in set(sys.modules) - self.baseline} | self.hidden.families()
+        loaded = {name.partition(".")[0] for name in set(sys.modules) - self.baseline} | self.hidden.hidden_packages()
         for entry in os.listdir(directory):
             name = entry.partition(".")[0]
             path = os.path.join(directory, entry)
@@ -216,7 +218,7 @@ class Template:
         return None
 
     @contextlib.contextmanager
-    def fit_to_fork(self) -> Iterator[None]:
+    def forkable_environment(self) -> Iterator[None]:
         """Variables under which imports leave a process that can be forked; a worker gets its own environment back.
 
         OpenBLAS starts its threads when numpy loads it; in a worker, importing numpy starts the usual number. torch can
@@ -230,7 +232,7 @@ class Template:
             os.environ.update(self.env)
 
     @contextlib.contextmanager
-    def without_collection(self, name: str) -> Iterator[None]:
+    def without_garbage_collection(self, name: str) -> Iterator[None]:
         """Import without garbage collection, as Python's documentation advises before a fork: it would take a quarter
         of torch's import, and what it frees leaves holes that workers write into. The user's own modules are imported
         with it, since they may turn it off.
@@ -245,16 +247,16 @@ class Template:
                 gc.freeze()
                 gc.enable()
 
-    def unfit(self) -> str | None:
+    def why_unfit(self) -> str | None:
         """Why this process must not be forked, or None."""
-        deadline = time.monotonic() + THREAD_END_S
+        deadline = time.monotonic() + THREAD_EXIT_S
         while (threads := len(os.listdir("/proc/self/task"))) != 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         if threads != 1:
             return f"preloading left {threads} threads: forking them could dead-lock"
-        if open_device() is not None:
+        if find_open_device() is not None:
             self.shut_nvml_down()
-        device = open_device()
+        device = find_open_device()
         if device is not None:
             return f"preloading opened {device}: an accelerator's driver does not survive a fork"
         return None
@@ -265,20 +267,20 @@ class Template:
         """
         for path in mapped_libraries("libnvidia-ml"):
             nvml = ctypes.CDLL(path)
-            while self.nvml_users.get(path, 0) < MOST_NVML_USERS and nvml.nvmlShutdown() == 0:
+            while self.nvml_users.get(path, 0) < MAX_NVML_SHUTDOWNS and nvml.nvmlShutdown() == 0:
                 self.nvml_users[path] = self.nvml_users.get(path, 0) + 1
 
     def restore_nvml(self) -> None:
         """A preloaded module that uses pynvml finds it in a worker as it left it."""
-        if self.hidden.get("pynvml") is not None:
+        if self.hidden.get_loaded("pynvml") is not None:
             for path, users in self.nvml_users.items():
                 for _ in range(users):
                     ctypes.CDLL(path).nvmlInit_v2()
 
-    def bad_fork(self) -> str | None:
+    def why_bad_fork(self) -> str | None:
         """torch refuses CUDA to the children of a process that has initialised it, whatever that has open: ask in a
         child."""
-        cuda: Any = getattr(self.hidden.get("torch"), "cuda", None)
+        cuda: Any = getattr(self.hidden.get_loaded("torch"), "cuda", None)
         if not hasattr(cuda, "_is_in_bad_fork"):
             return None
         child = os.fork()
@@ -292,10 +294,10 @@ class Template:
 
     # --- forking ------------------------------------------------------------------------------------------------
 
-    def fork(self, request: Config, channels: list[socket.socket]) -> Config | None:
+    def fork(self, request: LaunchConfig, channels: list[socket.socket]) -> LaunchConfig | None:
         """Fork a store, if requested, and workers through an intermediate; None in the template, the release in a
         worker."""
-        unfit = self.unfit()
+        unfit = self.why_unfit()
         if unfit is not None:
             self.send("Refused", group=request["fork"], why=unfit)
             if self.config["required"]:  # one of them has started a thread since
@@ -323,22 +325,22 @@ class Template:
                 for other in channels:
                     if other is not channel:
                         other.close()
-                return self.child(is_store=role == 0 and request["store"], channel=channel)
+                return self.wait_as_child(is_store=role == 0 and request["store"], channel=channel)
             pids.append(pid)
         self.send("Forked", group=request["fork"], pids=pids)
         os._exit(0)
 
-    def child(self, is_store: bool, channel: socket.socket) -> Config:
+    def wait_as_child(self, is_store: bool, channel: socket.socket) -> LaunchConfig:
         """Wait, as the owner's child, for the listening socket (the store) or the release (a worker)."""
         os.setsid()
-        self.await_owner()
+        self.await_adoption()
         if is_store:
             self.libc.prctl(PR_SET_NAME, b"elasticd-store", 0, 0, 0)
             address, fds = self.channel.receive_with_descriptors(channel, 1)
             if address is not None:
                 self.store.serve(self.tcp_store, address["host"], fds[0], channel)
             os._exit(0)
-        release: Config | None = self.channel.receive(channel)
+        release: LaunchConfig | None = self.channel.receive(channel)
         if release is None:
             os._exit(0)
         self.launch = channel
@@ -358,7 +360,7 @@ class Template:
         self.libc.sigaction(number, None, action)
         return action[0] or 0
 
-    def await_owner(self) -> None:
+    def await_adoption(self) -> None:
         """PDEATHSIG refers to the parent at the time of the call: set it after the owner has adopted this process.
 
         Another parent means that the owner was killed meanwhile, and no process would end this one.
@@ -372,7 +374,7 @@ class Template:
         if os.getppid() != self.config["owner"]:
             os._exit(1)
 
-    def become_worker(self, release: Config) -> None:
+    def become_worker(self, release: LaunchConfig) -> None:
         """Make this process equal to a fresh interpreter before it runs the script."""
         self.restore_nvml()
         self.libc.prctl(PR_SET_NAME, self.comm, 0, 0, 0)
@@ -380,21 +382,21 @@ class Template:
         os.environ.update(self.env)
         os.environ.update(release["env"])
         self.keep_launch_channel()
-        share = load_file("_elasticd_cpus", self.config["cpu_binding"]).bind_to_cpus(release.get("cpus", ()))
+        share = load_module_file("_elasticd_cpus", self.config["cpu_binding"]).bind_to_cpus(release.get("cpus", ()))
         for path, fd in ((release["stdout"], 1), (release["stderr"], 2)):
             if path is not None:
                 opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
                 os.dup2(opened, fd)
                 os.close(opened)
-        self.reseed()
+        self.reseed_generators()
         self.reset_standard_library()
         self.hidden.when_imported("numpy", self.give_blas_its_threads)
-        self.hidden.sets_variables = frozenset(self.config["required"])
+        self.hidden.triggers_with_environment = frozenset(self.config["required"])
         started_with = dict(os.environ)
-        torch, pattern = self.hidden.get("torch"), self.config["read_at_import"]
+        torch, pattern = self.hidden.get_loaded("torch"), self.config["read_at_import"]
 
         def adapt_torch() -> None:
-            fit_threads(torch, share)
+            scale_torch_threads(torch, share)
             apply_environment(torch, pattern, started_with)
 
         self.hidden.when_imported("torch", adapt_torch)
@@ -404,7 +406,7 @@ class Template:
 
     def after_import(self, name: str, then: Callable[[Any], None]) -> None:
         """Call back once the script has imported a module, preloaded or not."""
-        module = self.hidden.get(name)
+        module = self.hidden.get_loaded(name)
         if module is None:
             after_import(name, then)
         else:
@@ -412,17 +414,17 @@ class Template:
 
     def keep_launch_channel(self) -> None:
         """`session.run` parks this process, which is released again by it; programs that the script starts lack it."""
-        hooks = load_file("_elasticd_hooks", self.config["debug_hooks"])
+        hooks = load_module_file("_elasticd_hooks", self.config["debug_hooks"])
         with contextlib.suppress(OSError):
-            os.environ["ELASTICD_LAUNCH"] = str(hooks.out_of_the_way(self.launch.fileno()))
+            os.environ["ELASTICD_LAUNCH"] = str(hooks.duplicate_to_high_fd(self.launch.fileno()))
         self.launch.close()
 
-    def reseed(self) -> None:
+    def reseed_generators(self) -> None:
         """Fresh entropy for generators that a fork shares; Python's own `random` reseeds itself."""
-        torch = self.hidden.get("torch")
+        torch = self.hidden.get_loaded("torch")
         if torch is not None:
             torch.default_generator.seed()
-        numpy_random = self.hidden.get("numpy.random.mtrand")
+        numpy_random = self.hidden.get_loaded("numpy.random.mtrand")
         if numpy_random is not None:
             numpy_random.seed()
         multiprocessing = sys.modules.get("multiprocessing.process")
@@ -461,9 +463,9 @@ class Template:
                     break
 
 
-def fit_threads(torch: Any, share: float) -> None:
+def scale_torch_threads(torch: Any, share: float) -> None:
     """torch has counted the template's CPUs, of which this worker may use a share."""
-    if share < 1 and not any(os.environ.get(name, "").isdigit() for name in THREAD_VARIABLES):
+    if share < 1 and not any(os.environ.get(name, "").isdigit() for name in THREAD_COUNT_VARIABLES):
         torch.set_num_threads(max(1, round(torch.get_num_threads() * share)))
 
 
@@ -473,8 +475,8 @@ def apply_environment(torch: Any, read_at_import: str, before: dict[str, str]) -
         value = os.environ.get(name, "")
         if value == before.get(name, "") or not re.match(read_at_import, name):
             continue
-        if name in THREAD_VARIABLES and value.isdigit() and int(value):
-            given = (os.environ.get(variable, "") for variable in THREAD_VARIABLES)
+        if name in THREAD_COUNT_VARIABLES and value.isdigit() and int(value):
+            given = (os.environ.get(variable, "") for variable in THREAD_COUNT_VARIABLES)
             torch.set_num_threads(next(int(text) for text in given if text.isdigit() and int(text)))
         elif not name.startswith("TORCHINDUCTOR_"):  # read when it compiles
             print(
@@ -494,7 +496,7 @@ def mapped_libraries(fragment: str) -> list[str]:
     return sorted(map(os.fsdecode, paths))
 
 
-def open_device() -> str | None:
+def find_open_device() -> str | None:
     """An accelerator's device file that this process has open."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -544,17 +546,17 @@ def integrate(module: Any) -> None:
     automatic.integrate(module)
 
 
-def start_heartbeat(config: Config, library: dict[str, ModuleType]) -> Callable[[Any], None]:
+def start_heartbeat(config: LaunchConfig, library: dict[str, ModuleType]) -> Callable[[Any], None]:
     """Start this worker's heartbeat; returns a function to call with torch.optim.optimizer once that is imported."""
     record = library["elasticd.heartbeat.record"]
     writer = record.from_environment()
     # Exit handlers run last in, first out: the exit report comes last, after the heartbeat thread has ended.
     library["elasticd.heartbeat.exit_report"].install_exit_report(writer)
     thread = library["elasticd.heartbeat.thread"].HeartbeatThread(writer, os.environ.get("ELASTICD_FLIGHT", ""))
-    stacks = load_file("_elasticd_stacks", config["debug_hooks"])
-    stacks.allow(config["agent"])
+    stacks = load_module_file("_elasticd_stacks", config["debug_hooks"])
+    stacks.allow_tracing_by(config["agent"])
     if "ELASTICD_STACKS" in os.environ:
-        stacks.write_on(record.STACKS_SIGNAL, os.environ["ELASTICD_STACKS"])
+        stacks.write_stacks_on_signal(record.STACKS_SIGNAL, os.environ["ELASTICD_STACKS"])
 
     def begin(module: Any) -> None:
         install = library["elasticd.heartbeat.optimizer_hook"].install_optimizer_hook

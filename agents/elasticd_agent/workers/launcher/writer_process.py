@@ -18,22 +18,22 @@ from collections.abc import Collection
 from elasticd import channel
 from elasticd_agent.system.processes.process import IGNORED_SIGNALS, describe_wait_status, signal_child, spawn
 
-SOCKET = "writer"
+SOCKET_NAME = "writer"
 """The socket's name in the runtime directory."""
-BUFFERS = 3
+BUFFER_COUNT = 3
 """Two that ranks fill in turn, and one for a copy of another node's part of a sharded state."""
 END_GRACE_S = 6.0
 """The time that the writer has to finish what it writes when the job has ended."""
 
-SAVE_S = 0.3
+MIN_SAVE_S = 0.3
 SAVE_S_PER_BYTE = 1.2e-9
 """Three times as long as one rank takes to copy into memory that was not used before."""
 BUSY_FACTOR = 8
 """The factor for a rank that has begun, on a machine with more to do than it can."""
-PATIENCE_S = 3.0
+MAX_FIRST_ANSWER_S = 3.0
 """The most that is waited for the first rank to answer. On a machine with more to do than it can a rank may get no
 processor for seconds, and without its answer all that was trained since the last save is trained again."""
-LONGEST_LOOK_S = 0.25
+MAX_LOOK_GAP_S = 0.25
 """The owner looks every 0.05 s at what it waits for, unless the machine is suspended or has no processor for it."""
 _SHORT_LIFE_S = 2.0
 _MAX_SHORT_LIVES = 3
@@ -50,13 +50,13 @@ class WriterProcess:
         self.pid = 0
         self._started_at = 0.0
         self._short_lives = 0
-        path = os.path.join(runtime_dir, SOCKET)
+        path = os.path.join(runtime_dir, SOCKET_NAME)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # of an owner that was killed
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(path)
         self.listener.listen(4096)
-        self._memory = [os.memfd_create(f"elasticd-{number}", os.MFD_CLOEXEC) for number in range(1 + BUFFERS)]
+        self._memory = [os.memfd_create(f"elasticd-{number}", os.MFD_CLOEXEC) for number in range(1 + BUFFER_COUNT)]
 
     def start(self) -> str:
         """A rank connects. Returns why there can be no writer, "" if there is one."""
@@ -66,7 +66,7 @@ class WriterProcess:
             os.set_inheritable(fd, True)
         ignored = [
             number for number in IGNORED_SIGNALS if number != signal.SIGTERM
-        ]  # with which `end` asks for its end
+        ]  # with which `end_process` asks for its end
         try:
             self.pid = spawn([*self._argv, *map(str, fds)], self._env, "/", None, None, ignored)
         except OSError as error:  # no memory, or too many processes
@@ -110,10 +110,10 @@ class WriterProcess:
         """The time that ranks have to copy a state before they are killed. `busy`: a rank has begun. `lost_s`: the time
         of what is trained again at most if none saves, 0 when one has answered.
         """
-        copy_s = max(SAVE_S, self.held_bytes() * SAVE_S_PER_BYTE)
-        return max(copy_s * (BUSY_FACTOR if busy else 1), min(lost_s, PATIENCE_S))
+        copy_s = max(MIN_SAVE_S, self.held_bytes() * SAVE_S_PER_BYTE)
+        return max(copy_s * (BUSY_FACTOR if busy else 1), min(lost_s, MAX_FIRST_ANSWER_S))
 
-    def ended(self, status: int) -> str:
+    def handle_exit(self, status: int) -> str:
         """It was reaped. Returns why no other one is started, "" if one may be."""
         self.pid = 0
         if os.waitstatus_to_exitcode(status) == errno.ENOMEM:
@@ -133,7 +133,7 @@ class WriterProcess:
             os.close(fd)
         self._memory = []
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """Let it finish, and return within END_GRACE_S. It is reaped here or later."""
         if self.pid:
             signal_child(self.pid, signal.SIGTERM)
@@ -174,7 +174,7 @@ class SaveAtFault:
         self._lost_s = self.since - running_since
         self._patience_s = writer.longest_save_s(False, self._lost_s)
 
-    def is_over(self) -> bool:
+    def receive_report(self) -> bool:
         """Read one report. True if every worker is done, or the writer has ended.
 
         A worker that has begun gets more time than workers that cannot even begin.
@@ -191,6 +191,6 @@ class SaveAtFault:
 
     def is_late(self, now: float) -> bool:
         """The workers have had their time. A moment in which this process does not run either is left out."""
-        self.since += max(now - self._looked_at - LONGEST_LOOK_S, 0.0)
+        self.since += max(now - self._looked_at - MAX_LOOK_GAP_S, 0.0)
         self._looked_at = now
         return now >= self.since + self._patience_s
