@@ -236,7 +236,6 @@ class JobReporter:
         )  # fmt: skip
 
 
-STDERR = 2
 HEALTH_PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 STUCK_AFTER_S = 30.0
 """A deciding thread without a turn for so long is stuck; its own timers are far shorter."""
