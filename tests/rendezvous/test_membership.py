@@ -21,7 +21,7 @@ from elasticd_agent.rendezvous.membership import (
 )
 from elasticd_agent.rendezvous.view import PresentNode, ProbeResult, Requirements, View, Wait
 from elasticd_agent.workers.launcher.owned_group import DEVICE_KILL_DEADLINE_S
-from elasticd_agent.workers.launcher.writer_process import SAVE_S
+from elasticd_agent.workers.launcher.writer_process import MIN_SAVE_S
 
 POLICY = Policy()
 NOW = 1000.0
@@ -142,7 +142,7 @@ def test_round_not_started_in_time_is_a_loss() -> None:
 def test_slow_death_is_no_loss() -> None:
     """Ranks save their state and are killed; what does not die costs its slot, and not the node."""
     view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_seen_at=NOW)
-    assert lost(view, NOW + SAVE_S + DEVICE_KILL_DEADLINE_S + POLICY.seen_timeout_s) == {}
+    assert lost(view, NOW + MIN_SAVE_S + DEVICE_KILL_DEADLINE_S + POLICY.seen_timeout_s) == {}
 
 
 def test_silent_member_is_lost_only_while_stalled() -> None:
