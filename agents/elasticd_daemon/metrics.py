@@ -125,8 +125,8 @@ METRICS = (
     GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY_TOTAL,
 )  # fmt: skip
 
-Labels = tuple[str, ...]
-Samples = Mapping[tuple[MetricSpec, Labels], float]
+LabelValues = tuple[str, ...]
+Samples = Mapping[tuple[MetricSpec, LabelValues], float]
 
 
 def health_samples(
@@ -161,7 +161,7 @@ FAILED_JOB_KEPT_S = 900.0
 
 def failed_job_samples(
     ends: Iterable[JobResult | RunnerExit], node: str, *, is_scheduler: bool, now: float
-) -> Mapping[tuple[MetricSpec, Labels], float]:
+) -> Mapping[tuple[MetricSpec, LabelValues], float]:
     """The series of the newest failed jobs: from the store's records, so that they outlive this process.
 
     `ends`: how jobs ended; those that are not in the store yet are exits of this node's runners. `now` is Unix time.
@@ -183,7 +183,7 @@ class NodeMetrics:
     def __init__(self, node: str, version: str) -> None:
         self._node = node
         self._lock = threading.Lock()
-        self._samples: dict[tuple[MetricSpec, Labels], float] = {
+        self._samples: dict[tuple[MetricSpec, LabelValues], float] = {
             (INFO, (version,)): 1,
             (AGENT_START, ()): time.time(),
             (RUNNER_STARTS, ()): 0,

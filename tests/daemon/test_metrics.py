@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate import metrics
 from elasticd_daemon import metrics as specs
-from elasticd_daemon.metrics import Labels, NodeMetrics, Samples
+from elasticd_daemon.metrics import LabelValues, NodeMetrics, Samples
 from elasticd_daemon.records import JobResult
 from elasticd_daemon.runners.spec import RunnerExit
 from tests.daemon.conftest import MakeNode
@@ -64,7 +64,7 @@ def test_failed_job_keeps_its_reason_for_a_while() -> None:
     """The alert says which job failed, and why, when nothing else on the page knows it any more."""
     why = "rank 0 exited\nwith code 1"
 
-    def shown(*ends: JobResult | RunnerExit, scheduler: bool = False, age_s: float = 10.0) -> list[Labels]:
+    def shown(*ends: JobResult | RunnerExit, scheduler: bool = False, age_s: float = 10.0) -> list[LabelValues]:
         now = 1000.0 + age_s
         return [labels for _, labels in specs.failed_job_samples(ends, "a", is_scheduler=scheduler, now=now)]
 

@@ -85,7 +85,7 @@ def _directory_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
         return None
     allowed = tuple(map(_resolve, limits.directories))
     for key, path in (("workdir", job.workdir), ("checkpoint_dir", job.checkpoint_dir)):
-        if path is not None and not any(_is_below(_resolve(path), directory) for directory in allowed):
+        if path is not None and not any(_is_at_or_below(_resolve(path), directory) for directory in allowed):
             return ConfigError(
                 key,
                 f"{_describe_with_target(path)} is not below one of this node's [limits] directories: "
@@ -102,7 +102,7 @@ def _command_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
 
     def check(key: str, path: str) -> ConfigError | None:
         real = os.path.realpath(path)
-        if any(_is_below(real, entry.rstrip("/")) if entry.endswith("/") else real == entry for entry in allowed):
+        if any(_is_at_or_below(real, entry.rstrip("/")) if entry.endswith("/") else real == entry for entry in allowed):
             return None
         return ConfigError(key, f"{_describe_with_target(Path(path))} is not one of {listed}")
 
@@ -125,7 +125,7 @@ def _script_refusal(job: JobFile, check: _CheckPath, listed: str) -> ConfigError
     script = find_script(job.module, name, Path(workdir))
     if script is None:
         return ConfigError("command", f"-m {name} is not below workdir, so it cannot be seen to be one of {listed}")
-    if job.module and not _is_below(os.path.realpath(script), workdir):
+    if job.module and not _is_at_or_below(os.path.realpath(script), workdir):
         return ConfigError("command", f"-m {name} leads out of workdir by a link; name the directory it is in")
     error = check("command", str(script))
     if error is None and job.python is not None and not _same_program(job.python, sys.executable):
@@ -146,7 +146,7 @@ def _resolve(path: Path) -> str:
     return url_of(path) or os.path.realpath(path)
 
 
-def _is_below(path: str, directory: str) -> bool:
+def _is_at_or_below(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 

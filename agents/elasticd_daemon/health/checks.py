@@ -93,7 +93,7 @@ def _run_all_reduce(
     return CheckResult(ALL_REDUCE_CHECK, outcome, f"{why}; {left}" if left else why, time.monotonic() - began)
 
 
-MAX_PARALLEL = 4
+MAX_PARALLEL_CHECKS = 4
 """Plugins and directories checked at the same time: their cost is taken from a job that trains."""
 NVML_TIMEOUT_S = 10.0
 """Without a persistent driver, finding the GPUs takes a second or two each."""
@@ -223,12 +223,12 @@ class NodeChecks:
         settings, plugin_s = self._settings, float(self._settings.health.plugin_timeout_s)
         request = {
             **requested,
-            "at_once": MAX_PARALLEL,
+            "at_once": MAX_PARALLEL_CHECKS,
             "directory_s": DIRECTORY_TIMEOUT_S,
             "plugin_s": plugin_s,
             "environment": plugins.environment(settings.node, settings.slot_count(self._environ)),
         }
-        turns = -(-len(names) // MAX_PARALLEL)
+        turns = -(-len(names) // MAX_PARALLEL_CHECKS)
         within_s = turns * (max(DIRECTORY_TIMEOUT_S, plugin_s) + 1.0) + CLOSE_S
         deadline = time.monotonic() + within_s
         helper = HelperProcess(
