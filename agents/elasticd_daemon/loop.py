@@ -73,7 +73,7 @@ class SignalRequest:
 
 Message = Wakeup | SignalRequest
 MustReplace = bool
-"""Whether the process must replace itself by the installed version now."""
+"""True: the process must replace itself by the installed version now."""
 
 
 @dataclass(frozen=True, slots=True)

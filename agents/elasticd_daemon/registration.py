@@ -26,7 +26,7 @@ from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.records import KnownNode, NodeStatus
 
 RegisteredAnew = bool
-"""Whether the node had no status of this agent in the store before."""
+"""True: the store had no status of the node from this agent."""
 
 
 class NodeNameConflict(ElasticdError):

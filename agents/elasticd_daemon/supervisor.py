@@ -41,7 +41,7 @@ MAX_DATAGRAM_BYTES = 4096
 MAX_DATAGRAMS_PER_POLL = 1000
 """A flood on the address must not block the supervisor."""
 EndRequested = bool
-"""Whether SIGTERM or SIGINT arrived."""
+"""True: SIGTERM or SIGINT has arrived."""
 
 
 class WatchdogMonitor:
