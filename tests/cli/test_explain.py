@@ -27,7 +27,7 @@ from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.hangs.explain import summary_lines
 from elasticd_agent.hangs.explain.json_report import document
-from elasticd_agent.hangs.explain.model import Explanation, name_ranks
+from elasticd_agent.hangs.explain.model import Explanation, describe_ranks
 from elasticd_agent.hangs.explain.text import page, summary
 from elasticd_agent.model.reports import RecordedVerdict
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
@@ -398,7 +398,7 @@ def test_dead_file_system_is_given_up() -> None:
 
 
 def test_name_ranks() -> None:
-    assert [name_ranks(ranks) for ranks in ([], [3], [2, 1], [1, 2, 3], [0, 2, 3, 4, 7, 8])] == [
+    assert [describe_ranks(ranks) for ranks in ([], [3], [2, 1], [1, 2, 3], [0, 2, 3, 4, 7, 8])] == [
         "no rank",
         "rank 3",
         "ranks 1 and 2",

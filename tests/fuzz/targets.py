@@ -20,7 +20,7 @@ from elasticd.heartbeat import record
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector import ras
 from elasticd_agent.hangs.explain import load, locate
-from elasticd_agent.hangs.explain.flight import compare
+from elasticd_agent.hangs.explain.flight import compare_groups
 from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.text import page
 from elasticd_agent.model.codec import LEAST_NUMBER, Document, Record
@@ -255,7 +255,7 @@ def _recording(data: bytes) -> None:
     found = bounded_json.loads(data)
     one = recordings.parse(found) if isinstance(found, dict) else None
     if one is not None:
-        compare({0: one.tails(), 1: one.tails()})
+        compare_groups({0: one.tails(), 1: one.tails()})
 
 
 def _events(data: bytes) -> None:

@@ -277,9 +277,9 @@ def test_cost_of_a_restart_is_the_training_since_the_last_save() -> None:
     history.state_saved(90.0)
     history.state_saved(70.0)
     assert history.lost_by_restart_s(seen) == 10
-    history.rank_saves_at_faults(1, True)
+    history.set_saves_at_faults(1, True)
     assert history.lost_by_restart_s(seen) == 0
-    history.rank_saves_at_faults(1, False)
+    history.set_saves_at_faults(1, False)
     assert history.lost_by_restart_s(seen) == 10
     history.group_started()
     assert history.lost_by_restart_s(seen) == -1

@@ -12,7 +12,7 @@ import pytest
 
 from elasticd.heartbeat.thread import write_flight_recording
 from elasticd_agent.hangs import recordings
-from elasticd_agent.hangs.explain.flight import compare
+from elasticd_agent.hangs.explain.flight import compare_groups
 from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.model.reports import RankReport
@@ -52,7 +52,7 @@ def test_ranks_that_wait_in_another_group(kind: Kind) -> None:
     skipped = dump(lambda torch: (torch.group("0", ALL, kind).at(20, 19), torch.group("1", ALL, kind).at(4, 4)))
     waiting = dump(lambda torch: (torch.group("0", ALL, kind).at(19, 19), torch.group("1", ALL, kind).at(5, 4)))
     assert proven([skipped, waiting, skipped]) == [0, 2]
-    groups = compare({0: skipped.tails(), 1: waiting.tails(), 2: skipped.tails()})
+    groups = compare_groups({0: skipped.tails(), 1: waiting.tails(), 2: skipped.tails()})
     assert {one.group: one.missing for one in groups} == {"default group": (1,), "group 1": (0, 2)}
 
 

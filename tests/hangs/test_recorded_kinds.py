@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.hangs.blame import Blame, blame
-from elasticd_agent.hangs.explain.flight import compare
+from elasticd_agent.hangs.explain.flight import compare_groups
 from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.recordings import Recording, parse
@@ -77,7 +77,7 @@ def test_what_healthy_ranks_record_differs_in_nothing(name: str) -> None:
     """A rank that comes 20 s late has not issued it yet, and ends the wait of the others."""
     operation, sizes = RECORDED[name]
     ranks = [recording(operation, one) for one in sizes]
-    assert all(one.differing is None for one in compare({rank: one.tails() for rank, one in enumerate(ranks)}))
+    assert all(one.differing is None for one in compare_groups({rank: one.tails() for rank, one in enumerate(ranks)}))
     assert prove([waiting(rank, one) for rank, one in enumerate(ranks)], []) is None
     late = RankState("a", RankReport(2, 2, where="elsewhere", state="S", alone=True))
     assert prove([*(waiting(rank, one) for rank, one in enumerate(ranks[:2])), late], []) is None
@@ -87,7 +87,7 @@ def test_what_healthy_ranks_record_differs_in_nothing(name: str) -> None:
 def test_sizes_that_must_agree_are_a_proof(name: str) -> None:
     operation, sizes = WRONG[name]
     ranks = [recording(operation, one) for one in sizes]
-    assert any(one.differing for one in compare({rank: one.tails() for rank, one in enumerate(ranks)}))
+    assert any(one.differing for one in compare_groups({rank: one.tails() for rank, one in enumerate(ranks)}))
     found = prove([waiting(rank, one) for rank, one in enumerate(ranks)], [])
     assert [rank.report.rank for rank in found.culprits] == [1]
 
@@ -134,7 +134,7 @@ def test_first_collective_of_a_group_is_compared_with_ranks_that_have_not_used_i
         {"process_group": [n, "undefined"], "backend": "gloo", "unused": True, "in_job": True} for n in ("3", "4")
     ]
     used, unused = (parse({"version": "2.10", "entries": one, "process_groups": groups}) for one in ([entry], []))
-    (found,) = compare({0: used.tails(), 1: unused.tails()})
+    (found,) = compare_groups({0: used.tails(), 1: unused.tails()})
     assert (found.group, found.missing, str(found.waiting_for)) == ("group 3", (1,), "#1 barrier")
 
 

@@ -22,7 +22,7 @@ from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers import gpu_memory
-from elasticd_agent.workers.events import GroupStarted, LauncherReady, OwnerEvent, WorkersReleased
+from elasticd_agent.workers.events import GroupStarted, OwnerEvent, StartModeKnown, WorkersReleased
 from elasticd_agent.workers.gpu_memory import (
     ANSWER_S,
     WAIT_S,
@@ -141,7 +141,7 @@ def test_holders_after_the_deadline(nvml: Nvml, inbox: Inbox, opened: Open) -> N
     assert memory.start_check(except_pids=(71,))
     answer = checked(inbox)
     assert (answer.holders, answer.trouble) == (((70, 2),), "")
-    assert answer.seconds >= 0.3
+    assert answer.waited_s >= 0.3
     assert not memory.start_check(except_pids=()), "nobody is waited for twice"
 
 
@@ -162,7 +162,7 @@ def test_memory_outlives_the_process_id(nvml: Nvml, inbox: Inbox, opened: Open) 
     nvml.set_memory([], [71], used=[600, 500])
     answer = checked(inbox)
     assert (answer.holders, answer.trouble) == ((), "")
-    assert answer.seconds >= 2.4
+    assert answer.waited_s >= 2.4
 
 
 def test_other_gpus_are_not_looked_at(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
@@ -234,7 +234,7 @@ def test_memory_that_stays_is_not_waited_for(nvml: Nvml, inbox: Inbox, opened: O
     nvml.set_memory([], used=used)
     memory.track({70: ""})
     memory.start_check(except_pids=())
-    assert checked(inbox).seconds < PATIENCE_S
+    assert checked(inbox).waited_s < PATIENCE_S
 
 
 def test_errors_of_the_driver_are_reported(nvml: Nvml, inbox: Inbox) -> None:
@@ -284,7 +284,7 @@ def test_driver_that_is_broken_holds_nobody_up(
     memory.start_check(except_pids=())
     answer = checked(inbox)
     assert re.fullmatch(trouble, answer.trouble)
-    assert answer.seconds < PATIENCE_S
+    assert answer.waited_s < PATIENCE_S
     if broken == "dies":
         nvml.set_memory([])
         memory.track({71: ""})
@@ -331,7 +331,7 @@ class Node:
     def log(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
-    def on(self, event: LauncherReady, now: float) -> None:
+    def on(self, event: StartModeKnown, now: float) -> None:
         pass
 
     def start(self, number: int, slots: tuple[int, ...] = (0,)) -> None:
@@ -478,7 +478,7 @@ def test_kept_process_does_not_wait_for_its_own_memory(warm: Node, nvml: Nvml) -
         pass
     warm.start(2, (0, 1))
     second = warm.group_started()
-    assert (second.kept, second.held_ranks, second.pids[0]) == ((0,), (1,), first.pids[0])
+    assert (second.kept_ranks, second.held_ranks, second.pids[0]) == ((0,), (1,), first.pids[0])
     wait_for(lambda: warm.ran() == 3, "the kept worker")
     nvml.set_memory([first.pids[0]], [])
     while WorkersReleased(2, [1]) not in warm.receive():

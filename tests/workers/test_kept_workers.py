@@ -17,7 +17,7 @@ import pytest
 from elasticd_agent.model.messages import GroupEnded, PeerLost, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.system.processes import procfs
-from elasticd_agent.workers.events import GroupStarted, LauncherReady, NewcomerEnded, NewcomerReady
+from elasticd_agent.workers.events import GroupStarted, NewcomerEnded, NewcomerReady, StartModeKnown
 from elasticd_agent.workers.groups import KeepRequest, KeptWorker
 from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.owner_client import OwnerLost
@@ -46,7 +46,7 @@ class Job:
     def log(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
-    def on(self, event: LauncherReady, now: float) -> None:
+    def on(self, event: StartModeKnown, now: float) -> None:
         pass
 
     def reported(self, kind: type) -> list[Any]:
@@ -114,10 +114,10 @@ def test_survivors_keep_their_process_in_round_after_round(job: StartJob) -> Non
     assert (three.work / "why").read_text() == ALL.why
     assert three.exits() == {1: "was killed by SIGKILL"}
     second = three.start(2, 0, 2)
-    assert second.pids == [three.pids[0], three.pids[2]] and second.kept == (0, 1)
+    assert second.pids == [three.pids[0], three.pids[2]] and second.kept_ranks == (0, 1)
     assert three.end(number=2) == GroupEnded(2, (0, 1))
     third = three.start(3, 0, 1, 2)
-    assert third.kept == (0, 2)
+    assert third.kept_ranks == (0, 2)
     assert [pid in three.pids for pid in third.pids] == [True, False, True]
     assert three.sentences[1:] == []  # the first is of the launcher
 
@@ -128,7 +128,7 @@ def test_worker_that_has_not_entered_gets_a_new_process_at_once(job: StartJob) -
     assert three.end() == GroupEnded(1, (1,))
     assert time.monotonic() - asked < ALL.park_s, "nobody was waited for"
     started = three.start(2, 0, 1, 2)
-    assert started.kept == (1,)
+    assert started.kept_ranks == (1,)
 
 
 def test_worker_whose_training_is_over_is_not_waited_for(job: StartJob) -> None:
@@ -147,7 +147,7 @@ def test_group_that_no_rank_has_entered_ends_as_before(job: StartJob) -> None:
     three = job(plain=[0, 1, 2])
     assert three.end() == GroupEnded(1)
     assert three.exits() == dict.fromkeys(range(3), "was killed by SIGKILL")
-    assert three.start(2, 0, 1, 2).kept == ()
+    assert three.start(2, 0, 1, 2).kept_ranks == ()
 
 
 def test_lost_peer_is_reported_and_the_worker_stays(job: StartJob) -> None:
@@ -174,7 +174,7 @@ def test_late_worker_is_killed_and_replaced(job: StartJob) -> None:
     (late,) = three.reported(messages.NotParked)
     assert late.ranks == [1] and late.seconds >= 4.0
     assert re.search(r"round 1: rank 1 did not leave it within \d+\.\d s: ", three.sentences[-1])
-    assert three.start(2, 0, 1, 2).kept == (0,)
+    assert three.start(2, 0, 1, 2).kept_ranks == (0,)
 
 
 def test_worker_that_dies_while_it_is_waited_for(job: StartJob) -> None:
@@ -208,7 +208,7 @@ def test_kept_process_that_dies_gets_a_new_one(job: StartJob) -> None:
     os.kill(three.pids[0], signal.SIGKILL)  # whoever hears of it first: the agent or the owner
     wait_for(lambda: not is_alive(three.pids[0]), "its end")
     started = three.start(2, 0, 1, 2)
-    assert started.kept == (1,)
+    assert started.kept_ranks == (1,)
 
 
 def test_kept_processes_that_no_round_needs_end_with_what_they_have_started(job: StartJob) -> None:
@@ -239,7 +239,7 @@ def test_cold_start_ends_kept_processes(job: StartJob) -> None:
     three.node.start(Round(2, (Member("a", "a", (0, 1, 2)),)), NO_STORE)
     three.node.workers.tick(time.monotonic() + FORK_DEADLINE_S + 1)
     started = three.node.until(GroupStarted)
-    assert not started.warm and started.kept == ()
+    assert not started.warm and started.kept_ranks == ()
     for pid in three.pids:
         wait_for(lambda pid=pid: is_gone(pid), "its end")  # type: ignore[misc]
 
@@ -290,10 +290,10 @@ def test_newcomer_waits_at_its_entry_for_a_round_with_its_slot(job: StartJob) ->
     assert three.node.until(NewcomerReady) == NewcomerReady(1)
     assert three.node.workers.newcomer_slots == set()
     three.end(number=3)
-    assert three.start(4, 0, 2).kept == (0, 1)
+    assert three.start(4, 0, 2).kept_ranks == (0, 1)
     three.end(number=4)
     started = three.start(5, 0, 1, 2)
-    assert started.pids == [three.pids[0], newcomer, three.pids[2]] and started.kept == (0, 1, 2)
+    assert started.pids == [three.pids[0], newcomer, three.pids[2]] and started.kept_ranks == (0, 1, 2)
     assert three.end(number=5) == GroupEnded(5, (0, 1, 2)), "it can be kept, as any other"
 
 
@@ -305,7 +305,7 @@ def test_newcomer_on_its_way_ends_where_a_round_needs_its_slot(job: StartJob) ->
     newcomer = three.begin_ahead(1)
     three.end(number=2)
     started = three.start(3, 0, 1, 2)
-    assert started.kept == (0, 2)
+    assert started.kept_ranks == (0, 2)
     assert three.node.until(NewcomerEnded) == NewcomerEnded(1, "")
     wait_for(lambda: is_gone(newcomer), "its end")
 
@@ -316,7 +316,7 @@ def test_newcomer_that_dies_is_reported(job: StartJob) -> None:
     assert three.node.until(NewcomerEnded) == NewcomerEnded(3, "was killed by SIGTERM before session.run")
     assert three.node.workers.newcomer_slots == set()
     three.end()
-    assert three.start(2, 0, 1, 2).kept == (0, 1, 2)
+    assert three.start(2, 0, 1, 2).kept_ranks == (0, 1, 2)
 
 
 def test_newcomer_that_hangs_ends_and_is_reported(job: StartJob) -> None:
@@ -330,7 +330,7 @@ def test_newcomer_that_hangs_ends_and_is_reported(job: StartJob) -> None:
     three.node.workers.tick(time.monotonic() + 601)
     late = NewcomerEnded(1, "did not come to session.run within 600 s", is_late=True)
     assert three.node.until(NewcomerEnded) == late
-    assert three.start(2, 0, 1, 2).kept == (0, 2)
+    assert three.start(2, 0, 1, 2).kept_ranks == (0, 2)
 
 
 def test_newcomers_end_with_the_processes_that_are_kept(job: StartJob) -> None:

@@ -78,9 +78,9 @@ class Node:
             directory = self.directory / f"{round.number}-{local_rank}"
             directory.mkdir()
             paths = WorkerPaths(str(directory / "beat"), str(directory / "notes"), str(directory / "error"), "")
-            beat.create(paths.heartbeat)
+            beat.create(paths.heartbeat_file)
             env = worker_environment(round, self.name, local_rank, paths, self.spec, 0, master_addr)
-            workers.append(WorkerSpec(env, str(directory / "out"), str(directory / "out"), paths.heartbeat))
+            workers.append(WorkerSpec(env, str(directory / "out"), str(directory / "out"), paths.heartbeat_file))
         return tuple(workers)
 
     def start(self, round: Round, master: tuple[str, int] | None = None, master_addr: str = "127.0.0.1") -> None:

@@ -114,7 +114,7 @@ class _StalledRanks:
         return [rank for rank in self.live if rank.report.collectives < most]
 
     @cached_property
-    def pending(self) -> list[RankState]:
+    def with_pending_collective(self) -> list[RankState]:
         """The live ranks whose device has not completed an NCCL collective, whatever their main thread does."""
         return [rank for rank in self.live if rank.has_pending_collective]
 
@@ -122,14 +122,14 @@ class _StalledRanks:
     def missing_collectives(self) -> list[_MissingCollective]:
         """The collectives that devices wait in and that other ranks have not enqueued."""
         completed: dict[int, int] = {}
-        for rank in self.pending:
+        for rank in self.with_pending_collective:
             for group, number in rank.last_completed_if_pending.items():
                 completed[group] = max(number, completed.get(group, 0))
         # Nearly all ranks have enqueued everything: of a thousand ranks there are a million pairs.
         behind = [
             rank for rank in self.live if any(n <= completed.get(group, -1) for group, n, _ in rank.report.nccl_groups)
         ]
-        pairs = [(waiting, late) for waiting in self.pending for late in behind]
+        pairs = [(waiting, late) for waiting in self.with_pending_collective for late in behind]
         return [
             _MissingCollective(w, late, *missing)
             for w, late in pairs
@@ -140,9 +140,9 @@ class _StalledRanks:
         return [rank for rank in self.live if rank not in ranks]
 
 
-def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) -> Blame:
+def blame(live: Sequence[RankState], exited: Sequence[RankState], node_count: int) -> Blame:
     """Which of `live`, not empty, hold up the group on that many nodes. `exited`: ranks that ended with code 0."""
-    group = _StalledRanks(live, exited, nodes)
+    group = _StalledRanks(live, exited, node_count)
     blamed = next(blamed for rule in RULES if (blamed := rule(group)) is not None)
     proof = (
         None if any(rank.is_busy for rank in live) else prove(live, exited, all_ranks_known=group.all_nodes_reported)
@@ -236,10 +236,10 @@ def _missing_in_group(group: _StalledRanks) -> Blame | None:
     """NCCL's recorder: devices wait in a collective that other ranks of its group have not enqueued."""
     held_up = [gap.waiting for gap in group.missing_collectives]
     late = [rank for rank in group.live if any(rank is gap.late for gap in group.missing_collectives)]
-    culprits = [rank for rank in late if rank not in group.pending]
+    culprits = [rank for rank in late if rank not in group.with_pending_collective]
     if not late:
         return None
-    if any(rank in group.pending and rank not in held_up for rank in late):
+    if any(rank in group.with_pending_collective and rank not in held_up for rank in late):
         return None if group.exited else _no_culprit(group, "some of them in a group that all of its ranks wait in")
     if not culprits:
         why = f"ranks wait for each other in different NCCL groups: {_activity(late)}"
@@ -251,7 +251,7 @@ def _not_enqueued(group: _StalledRanks, culprits: Sequence[RankState]) -> Blame:
     """No device of `culprits` waits, and other ranks' devices wait for them."""
     gaps = [gap for gap in group.missing_collectives if gap.late in culprits]
     first = next(gap for gap in gaps if gap.late is culprits[0])
-    waiting = [rank for rank in group.pending if any(rank is gap.waiting for gap in gaps)]
+    waiting = [rank for rank in group.with_pending_collective if any(rank is gap.waiting for gap in gaps)]
     why = f"{labels(culprits)} {has_have(culprits)} not enqueued collective {first.number:,} of the NCCL group of "
     why += f"{_members(group, first.group)}{_activity_lead(culprits)}{_activity(culprits)}{_held_up(waiting, culprits)}"
     if all(rank.report.phase == "exit" or rank.report.where in ("collective", "barrier") for rank in culprits):
@@ -393,7 +393,7 @@ def _evidence_of_waiting(ranks: Sequence[RankState]) -> HangEvidence:
 
 def _pending_alike(group: _StalledRanks) -> Blame | None:
     """NCCL's recorder: all devices wait in collectives that all ranks have enqueued, however far some run ahead."""
-    if len(group.pending) < len(group.live) or group.missing_collectives:
+    if len(group.with_pending_collective) < len(group.live) or group.missing_collectives:
         return None
     return _no_culprit(group, "and every rank has enqueued what the others wait in")
 

@@ -102,7 +102,7 @@ class StepHistory:
     _idle_s: float = 0.0
     _startup_s: float = 0.0
     _phases: dict[int, tuple[str, float]] = field(default_factory=dict)
-    _saved_at: float | None = None
+    _newest_save_at: float | None = None
     _donors: set[int] = field(default_factory=set)
 
     @property
@@ -118,7 +118,7 @@ class StepHistory:
         self._step_at = 0.0
         self._looked_at = self._idle_s = self._startup_s = 0.0
         self._phases = {}
-        self._saved_at = None
+        self._newest_save_at = None
         self._donors = set()
 
     def update_high_water(self, seen: Observation) -> int:
@@ -153,17 +153,17 @@ class StepHistory:
 
     def state_saved(self, mono: float) -> None:
         """The state of this CLOCK_MONOTONIC time is saved or, of a session with attached objects, the first one."""
-        self._saved_at = max(mono, self._saved_at or mono)
+        self._newest_save_at = max(mono, self._newest_save_at or mono)
 
-    def rank_saves_at_faults(self, rank: int, saves: bool) -> None:
+    def set_saves_at_faults(self, rank: int, saves: bool) -> None:
         """Note that `rank` saves its state at a fault, or does not. If one rank does, a restart repeats nothing."""
         self._donors = self._donors | {rank} if saves else self._donors - {rank}
 
     def lost_by_restart_s(self, seen: Observation) -> float:
         """The training that a restart would repeat, as far as this node knows; -1: the script saves by itself."""
-        if self._saved_at is None:
+        if self._newest_save_at is None:
             return -1.0
-        return 0.0 if self._donors else max(0.0, (seen.last_progress_at or self._saved_at) - self._saved_at)
+        return 0.0 if self._donors else max(0.0, (seen.last_progress_at or self._newest_save_at) - self._newest_save_at)
 
     def _record(self, seen: Observation) -> None:
         now = seen.observed_s

@@ -117,7 +117,7 @@ def _session_call_never_ends(rank: RankState, stuck: Sequence[RankState], exited
 def _collective_never_ends(one: _PendingCollective, by: RankState, blocked: Sequence[RankState]) -> bool:
     if not one.in_job:
         return False
-    return any(_lacks(one, member) or _conflicting_kind(one, member) for member in blocked if member is not by)
+    return any(_has_not_issued(one, member) or _conflicting_kind(one, member) for member in blocked if member is not by)
 
 
 def _pending_collectives(rank: RankState) -> Iterator[_PendingCollective]:
@@ -136,7 +136,7 @@ def _tails(one: _PendingCollective, member: RankState) -> Iterator[GroupTail]:
     return (tail for tail in same if not tail.unrecorded)
 
 
-def _lacks(one: _PendingCollective, member: RankState) -> bool:
+def _has_not_issued(one: _PendingCollective, member: RankState) -> bool:
     """The member belongs to the group and has not issued it. Of one that has exited the default group is known."""
     if member.report.exited and one.group == DEFAULT_GROUP_NAME:
         return one.in_heartbeat_count and 0 <= member.report.collectives < one.number
@@ -153,7 +153,7 @@ def _culprits(
     waits: Sequence[tuple[_PendingCollective, list[RankState]]], stuck: Sequence[RankState], exited: Sequence[RankState]
 ) -> list[RankState]:
     """Those that have left; else a minority that issued another collective, or whose order of collectives is new."""
-    left = [rank for rank in exited if any(_lacks(collective, rank) for collective, _ in waits)]
+    left = [rank for rank in exited if any(_has_not_issued(collective, rank) for collective, _ in waits)]
     if left:
         return left
     for collective, _ in waits:
@@ -162,7 +162,7 @@ def _culprits(
                 _conflicting_kind(collective, rank) or collective.kind, collective.backend
             )
             for rank in stuck
-            if not _lacks(collective, rank)
+            if not _has_not_issued(collective, rank)
         }
         (common, most), *others = Counter(kinds.values()).most_common()
         if others and 2 * most > len(kinds):
@@ -173,19 +173,19 @@ def _culprits(
     if 0 < 2 * len(odd) <= len(stuck):
         return odd
     for collective, _ in waits:
-        skipped = [rank for rank in stuck if _lacks(collective, rank)]
+        skipped = [rank for rank in stuck if _has_not_issued(collective, rank)]
         beyond = [
             rank for rank in skipped if all(other.group == DEFAULT_GROUP_NAME for other in _pending_collectives(rank))
         ]
         if collective.group != DEFAULT_GROUP_NAME and skipped and skipped == beyond:
             return skipped  # their next collective is one of all ranks
     first, waiting = waits[0]
-    lacking = [rank for rank in stuck if _lacks(first, rank)]
+    lacking = [rank for rank in stuck if _has_not_issued(first, rank)]
     return lacking if len(lacking) < len(waiting) else []
 
 
 def _sentence(one: _PendingCollective, waiting: Sequence[RankState], others: Sequence[RankState]) -> str:
-    lacking = [rank for rank in others if rank not in waiting and _lacks(one, rank)]
+    lacking = [rank for rank in others if rank not in waiting and _has_not_issued(one, rank)]
     differing = {rank.report.rank: kind for rank in others if (kind := _conflicting_kind(one, rank))}
     parts = [f"{_describe_ranks(lacking)} {has_have(lacking)} not issued"] if lacking else []
     parts += [f"rank {rank} issued as {kind}" for rank, kind in list(differing.items())[:MOST_SHOWN]]

@@ -17,7 +17,7 @@ from elasticd_agent.model.messages import (
 )
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
-from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessUnkillable, UnkillableProcessEnded
+from elasticd_agent.workers.events import GroupStarted, ProcessUnkillable, StartModeKnown, UnkillableProcessEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ JobEvent = (
     | HangVerdict
     | Failure
     | Observation
-    | LauncherReady
+    | StartModeKnown
     | GroupStarted
     | GroupEnding
     | SlotChanged

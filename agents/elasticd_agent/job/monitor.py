@@ -142,7 +142,7 @@ class GroupMonitor:
         prepared = self._prepared
         if prepared is None or prepared.observer.round != started.number:
             return
-        self._kept = started.kept
+        self._kept = started.kept_ranks
         prepared.observer.set_processes(started.pids, started.store_pid, started.held_ranks, started.store_port)
         targets = [replace(t, pid=pid) for t, pid in zip(prepared.targets, started.pids, strict=True)]
         self.detector.group_started(started.number, targets, prepared.evidence_dir)
@@ -264,7 +264,7 @@ class GroupMonitor:
         if number == self.number and event.kind in STATE_KEPT_EVENTS:
             self._history.state_saved(event.mono)
         if number == self.number and "saves_at_faults" in event.extra:
-            self._history.rank_saves_at_faults(event.rank, event.extra["saves_at_faults"] is True)
+            self._history.set_saves_at_faults(event.rank, event.extra["saves_at_faults"] is True)
         match event.kind:
             case "checkpoint_saved" if step is not None:
                 # A save that is waited for takes as long as the disk, although the others block only for a copy.

@@ -32,7 +32,7 @@ from elasticd_agent.telemetry.console import Console, ProgressView
 from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_agent.telemetry.goodput import GoodputLedger, GoodputTracker, RecoveryTimer, StepRate
 from elasticd_agent.telemetry.metrics import Metrics
-from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessUnkillable, UnkillableProcessEnded
+from elasticd_agent.workers.events import GroupStarted, ProcessUnkillable, StartModeKnown, UnkillableProcessEnded
 from elasticd_agent.workers.launcher.messages import STORE_RANK
 
 
@@ -94,7 +94,7 @@ class WorkerReporter:
 
     def on(self, event: JobEvent, now: float) -> None:
         match event:
-            case LauncherReady():
+            case StartModeKnown():
                 self._report_launcher(event, now)
             case GroupStarted():
                 self._report_start(event, now)
@@ -118,7 +118,7 @@ class WorkerReporter:
             case SlotChanged(cause, sentence):
                 self._report_slot(cause, sentence, now)
 
-    def _report_launcher(self, launcher: LauncherReady, now: float) -> None:
+    def _report_launcher(self, launcher: StartModeKnown, now: float) -> None:
         self.job.write(
             events.LauncherReadyEvent(
                 round=self.job.round_number, mono=now, reason=launcher.reason, mode=launcher.mode,
@@ -141,7 +141,7 @@ class WorkerReporter:
         self._ending_since = None
         job.recovery.end_part("start", now)
         job.metrics.group_started(len(started.pids), started.warm)
-        self._kept_workers = len(started.kept)
+        self._kept_workers = len(started.kept_ranks)
         how = "forked from the warm launcher" if started.warm else "started cold"
         new = len(started.pids) - self._kept_workers
         reason = (f"{count(new, 'worker')} {how}" if new else "no new process") + self._kept_phrase()

@@ -130,12 +130,12 @@ class WorkerSetup:
         inherited = spec.base_environment(os.environ)
         files = self._logs.open_worker_files(round.number, local_rank, rank)
         paths = WorkerPaths(
-            heartbeat=str(directory / f"heartbeat-{rank}"),
-            events=str(directory / f"worker-events-{rank}.jsonl"),
+            heartbeat_file=str(directory / f"heartbeat-{rank}"),
+            events_file=str(directory / f"worker-events-{rank}.jsonl"),
             error_file=files.error_file,
             writer_socket=str(self._runtime / SOCKET_NAME),
         )
-        record.create(paths.heartbeat)
+        record.create(paths.heartbeat_file)
         env = worker_environment(round, self._node, local_rank, paths, spec, max_restarts, address)
         if spec.rendezvous.backend != "memory":
             env |= gloo_environment(inherited, address)
@@ -149,7 +149,7 @@ class WorkerSetup:
             rank,
             0,
             tuple(Path(log) for log in (files.stdout, files.stderr) if log not in (None, os.devnull)),
-            heartbeat=Path(paths.heartbeat),
+            heartbeat=Path(paths.heartbeat_file),
             stacks=directory / f"stacks-{rank}",
             flight=directory / f"flight-{rank}.json",
             pipe=pipe,
@@ -157,4 +157,4 @@ class WorkerSetup:
         )
         env |= {"ELASTICD_STACKS": str(target.stacks), "ELASTICD_FLIGHT": str(target.flight)}
         cpus = self._cpus.get(member.slots[local_rank], ())
-        return WorkerSpec(env, files.stdout, files.stderr, paths.heartbeat, cpus), target
+        return WorkerSpec(env, files.stdout, files.stderr, paths.heartbeat_file, cpus), target

@@ -37,8 +37,8 @@ FR_BUFFER_ENTRIES = "2000"
 
 @dataclass(frozen=True, slots=True)
 class WorkerPaths:
-    heartbeat: str
-    events: str
+    heartbeat_file: str
+    events_file: str
     error_file: str
     writer_socket: str  #: the socket of the process that writes checkpoints
 
@@ -79,8 +79,8 @@ def worker_environment(
         "ELASTICD_RESTARTS_WITHOUT_PROGRESS": round.budget.streak,
         "ELASTICD_JOB": spec.job_id,
         "ELASTICD_RUN": spec.run,
-        "ELASTICD_HEARTBEAT": paths.heartbeat,
-        "ELASTICD_WORKER_EVENTS": paths.events,
+        "ELASTICD_HEARTBEAT": paths.heartbeat_file,
+        "ELASTICD_WORKER_EVENTS": paths.events_file,
         "ELASTICD_WRITER": f"{local_rank}/{len(ranks)}:{paths.writer_socket}",
     }
     if spec.checkpoint_dir is not None:

@@ -9,7 +9,7 @@ from elasticd_agent.model.messages import Event
 
 
 @dataclass(frozen=True, slots=True)
-class LauncherReady:
+class StartModeKnown:
     """It is known how workers start from now on."""
 
     mode: Literal["warm", "cold"]
@@ -27,7 +27,7 @@ class GroupStarted:
     warm: bool
     held_ranks: tuple[int, ...] = ()  #: local ranks that wait until their GPU's memory is free: WorkersReleased follows
     store_port: int = 0  #: the port of the round's store; 0: unknown
-    kept: tuple[int, ...] = ()  #: local ranks of workers that have kept their process of an earlier round
+    kept_ranks: tuple[int, ...] = ()  #: local ranks of workers that have kept their process of an earlier round
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class MemoryChecked:
 
     number: int
     holders: tuple[tuple[int, int], ...] = ()  #: (pid, GPU index) of the processes that still hold memory
-    seconds: float = 0.0
+    waited_s: float = 0.0
     trouble: str = ""  #: why there is no answer
     busy_gpus: tuple[str, ...] = ()
     """GPUs whose memory is not free yet, as in CUDA_VISIBLE_DEVICES; "" where that is unknown."""

@@ -44,7 +44,7 @@ class WorkerGroup:
     pids: list[int] = field(default_factory=list)
     store_pid: int = 0
     started_at: float = 0.0
-    stopping: bool = False
+    stop_requested: bool = False
     held_ranks: tuple[int, ...] = ()  #: local ranks whose GPU's memory is not free yet
     store_port: int = 0
     kept_pids: list[int] = field(default_factory=list)  #: by local rank, as in PendingStart

@@ -53,12 +53,12 @@ from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.events import (
     GroupEntered,
     GroupStarted,
-    LauncherReady,
     NewcomerEnded,
     NewcomerLost,
     NewcomerReady,
     OwnerEvent,
     ProcessUnkillable,
+    StartModeKnown,
     StoreReady,
     UnkillableProcessEnded,
     WorkersReleased,
@@ -92,7 +92,7 @@ class WorkersListener(Protocol):
     """The sentences and events that the manager reports while it handles something else."""
 
     def log(self, sentence: str) -> None: ...
-    def on(self, event: LauncherReady, now: float) -> None: ...
+    def on(self, event: StartModeKnown, now: float) -> None: ...
 
 
 class WorkerManager:
@@ -115,7 +115,7 @@ class WorkerManager:
         self._requests = LaunchRequests(spec, base_env, preload)
         self._host, self._port = host, spec.master_port or 0
         self._listener: WorkersListener | None = None
-        self._unreported: list[LauncherReady | str] = []
+        self._unreported: list[StartModeKnown | str] = []
         self._launcher = WarmLauncher(owner, self._requests, self._report)
         self._last_name = 0
         self._parked_group: ParkedGroup | None = None
@@ -158,7 +158,7 @@ class WorkerManager:
         for report in unreported:
             self._report(report)
 
-    def _report(self, report: LauncherReady | str) -> None:
+    def _report(self, report: StartModeKnown | str) -> None:
         if self._listener is None:
             self._unreported.append(report)
         elif isinstance(report, str):
@@ -197,7 +197,7 @@ class WorkerManager:
         holders = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.holders)
         if waiting and (holders or memory.trouble):
             what = f"ended processes still hold GPU memory ({holders})" if holders else memory.trouble
-            self._report(f"round {waiting[0].number}: {what}; starting the workers after {memory.seconds:.1f} s")
+            self._report(f"round {waiting[0].number}: {what}; starting the workers after {memory.waited_s:.1f} s")
         self._advance()
         for name, group in self._groups.items():
             busy = self._memory.waiting_ranks(self._slots_of(group.round))
@@ -321,11 +321,11 @@ class WorkerManager:
         A Session obeys at its next decision point. STOP is final.
         """
         for group in self._groups.values():
-            if group.round.number == number and not group.stopping:
-                group.stopping = request & heartbeat.REQUEST_KIND_MASK == heartbeat.STOP
+            if group.round.number == number and not group.stop_requested:
+                group.stop_requested = request & heartbeat.REQUEST_KIND_MASK == heartbeat.STOP
                 for rank, worker in zip(group.round.ranks(self._node), group.workers, strict=True):
                     if only is None or rank == only:
-                        write_request(worker.heartbeat, request)
+                        write_request(worker.heartbeat_file, request)
 
     def flush(self) -> None:
         """No round follows: write the newest state in memory. FlushStarted and Flushed follow."""
@@ -375,7 +375,7 @@ class WorkerManager:
     def _events_of(self, report: messages.Report) -> list[OwnerEvent]:
         match report:
             case messages.Preloading(module):
-                self._launcher.preloading(module)
+                self._launcher.module_import_started(module)
             case messages.TemplateUnfit(modules):
                 self._launcher.leave_out(modules)
             case messages.TemplateReady():
@@ -498,7 +498,7 @@ class WorkerManager:
                 return [NewcomerEnded(slot, "")]
             if late_s is not None:
                 return [NewcomerEnded(slot, f"did not come to session.run within {late_s:.0f} s", is_late=True)]
-            report = read_exit_report(worker.heartbeat)
+            report = read_exit_report(worker.heartbeat_file)
             why = f"{status.text} ({report.type}: {report.message})" if report is not None else status.text
             is_refused = report is not None and report.type.rpartition(".")[2] == "UsageError"
             return [NewcomerEnded(slot, f"{why} before session.run", is_refused=is_refused)]
@@ -557,7 +557,7 @@ class WorkerManager:
         if local_rank == STORE_RANK:
             return StoreExited(number, status.text, report.at, status)
         rank, slot = group.round.ranks(self._node)[local_rank], self._slots_of(group.round)[local_rank]
-        raised = read_exit_report(group.workers[local_rank].heartbeat)
+        raised = read_exit_report(group.workers[local_rank].heartbeat_file)
         killed_before, self._oom_kills = self._oom_kills, oom_kills()
         if status.signal == signal.SIGKILL and self._oom_kills > killed_before:
             status = replace(status, out_of_memory=True)
@@ -597,16 +597,16 @@ class WorkerManager:
         if self._start is not None and self._start.cold_start_at is None and self._memory_allows(self._start):
             self._start.cold_start_at = self._launcher.start_deadline(time.monotonic())
             self._park_request = None
-        begun, spare = self._begun_start(), self._parked_group
+        begun, parked = self._begun_start(), self._parked_group
         if self._launcher.cold_reason is not None:
             self._end_parked_group()
             self._park_request = None
             if begun is not None:
                 self._start_cold(begun)
-        elif begun is not None and spare is not None and spare.ready and spare.fits(begun):
-            self._release(spare, begun)
+        elif begun is not None and parked is not None and parked.ready and parked.fits(begun):
+            self._release(parked, begun)
         elif self._start is None and (wanted := self._newcomers.wanted):
-            self._release_newcomers(spare, wanted)
+            self._release_newcomers(parked, wanted)
         else:
             self._park_ahead(begun)
 
@@ -643,29 +643,29 @@ class WorkerManager:
             self._owner.send(messages.Signal(self._parked_group.name, signal.SIGKILL))
             self._parked_group = None
 
-    def _release(self, spare: ParkedGroup, start: PendingStart) -> None:
+    def _release(self, parked: ParkedGroup, start: PendingStart) -> None:
         busy, kept = self._ranks_without_memory(start), start.kept_pids
         group = WorkerGroup(start.round, start.workers, start.master, warm=True, held_ranks=busy, kept_pids=kept)
-        self._groups[spare.name] = group
+        self._groups[parked.name] = group
         self._parked_group = self._start = None
         workers, keep = [worker.fields() for worker in start.workers], store_outlives_group(start.round)
         has_store = start.master is None
         self._kept = {slot: one for slot, one in self._kept.items() if one.pid not in kept}
-        self._owner.send(messages.Release(spare.name, has_store, keep, self._host, self._port, workers, busy, kept))
+        self._owner.send(messages.Release(parked.name, has_store, keep, self._host, self._port, workers, busy, kept))
 
-    def _release_newcomers(self, spare: ParkedGroup | None, wanted: dict[int, WorkerSpec]) -> None:
+    def _release_newcomers(self, parked: ParkedGroup | None, wanted: dict[int, WorkerSpec]) -> None:
         """Release them by the parked group, and park another one for the next round."""
-        if spare is None or spare.size < len(wanted):
+        if parked is None or parked.size < len(wanted):
             size, with_store = self._park_request or (0, False)
             self._park_request = max(size, len(wanted)), with_store
-            if spare is not None and spare.ready:
+            if parked is not None and parked.ready:
                 self._end_parked_group()
             self._park_ahead(None)
-        elif spare.ready:
-            self._park_request = spare.size, spare.with_store
-            self._newcomers.released[spare.name], self._newcomers.wanted = wanted, {}
+        elif parked.ready:
+            self._park_request = parked.size, parked.with_store
+            self._newcomers.released[parked.name], self._newcomers.wanted = wanted, {}
             self._parked_group = None
-            self._owner.send(messages.ReleaseAhead(spare.name, [worker.fields() for worker in wanted.values()]))
+            self._owner.send(messages.ReleaseAhead(parked.name, [worker.fields() for worker in wanted.values()]))
             self._park_ahead(None)
 
     def _start_cold(self, start: PendingStart) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from elasticd_agent.workers.events import LauncherReady
+from elasticd_agent.workers.events import StartModeKnown
 from elasticd_agent.workers.launcher.messages import EndTemplate, TemplateReady
 from elasticd_agent.workers.launcher.owner_client import OwnerClient
 from elasticd_agent.workers.launcher.requests import ALWAYS_PRELOADED, LaunchRequests
@@ -28,7 +28,7 @@ class WarmLauncher:
     """The newest template. `report` gets what a person should know of it."""
 
     def __init__(
-        self, owner: OwnerClient, requests: LaunchRequests, report: Callable[[LauncherReady | str], None]
+        self, owner: OwnerClient, requests: LaunchRequests, report: Callable[[StartModeKnown | str], None]
     ) -> None:
         self.ready = False
         """The template can fork."""
@@ -50,14 +50,14 @@ class WarmLauncher:
         self._tries += 1
         self._is_replaced = False
         self._template_started_at = time.monotonic()
-        self.preloading("torch")
+        self.module_import_started("torch")
         self._owner.send(self._requests.template_request())
 
     def give_up(self, why: str, since: str = " from now on") -> None:
         """Start workers cold."""
         self.cold_reason = why
         self.ready = False
-        self._report(LauncherReady("cold", f"workers start cold{since}: {why}"))
+        self._report(StartModeKnown("cold", f"workers start cold{since}: {why}"))
 
     def start_deadline(self, now: float) -> float:
         """When a start that begins now waits no longer for the template."""
@@ -80,7 +80,7 @@ class WarmLauncher:
 
     # --- reports of the owner -------------------------------------------------------------------------------------
 
-    def preloading(self, module: str) -> None:
+    def module_import_started(self, module: str) -> None:
         self.preloading_module, self._module_since = module, time.monotonic()
 
     def leave_out(self, modules: Mapping[str, str]) -> None:
@@ -100,7 +100,7 @@ class WarmLauncher:
             return
         self.ready = True
         seconds = template.seconds
-        self._report(LauncherReady("warm", f"the warm launcher is ready after {seconds:.1f} s", seconds))
+        self._report(StartModeKnown("warm", f"the warm launcher is ready after {seconds:.1f} s", seconds))
 
     def fork_succeeded(self) -> None:
         self._tries = 0

@@ -98,7 +98,7 @@ def entry(
 
 def compared(*ranks: list[dict[str, Any]]) -> list[flight.GroupComparison]:
     recordings = [parse({"version": "2.9", "entries": entries}) for entries in ranks]
-    return flight.compare({rank: one.tails() for rank, one in enumerate(recordings) if one is not None})
+    return flight.compare_groups({rank: one.tails() for rank, one in enumerate(recordings) if one is not None})
 
 
 def test_missing_rank_of_a_collective() -> None:
@@ -150,11 +150,14 @@ def test_gloo_is_compared_only_where_no_rank_has_another_recorder() -> None:
     waits = GroupTail("default group", 8, 8, ((7, "all_reduce"), (8, "all_reduce")), "nccl")
     behind = replace(waits, last=7, pending=0, kinds=((7, "all_reduce"),))
     gloo = GroupTail("group 2", 3, kinds=((3, "barrier"),), backend="gloo")
-    (group,) = flight.compare({0: (waits, gloo), 1: (behind, gloo)})
+    (group,) = flight.compare_groups({0: (waits, gloo), 1: (behind, gloo)})
     assert (group.group, group.missing) == ("default group", (1,))
     assert [last is not None and last.done for last in group.last.values()] == [False, True]
     pending = replace(gloo, group="group 3", pending=3)
-    assert [group.group for group in flight.compare({0: (gloo, pending), 1: (gloo, pending)})] == ["group 3", "group 2"]
+    assert [group.group for group in flight.compare_groups({0: (gloo, pending), 1: (gloo, pending)})] == [
+        "group 3",
+        "group 2",
+    ]
 
 
 def test_culprit_that_waits_in_another_group() -> None:

@@ -42,8 +42,8 @@ _TRANSPARENT_LIBRARIES = ("python", "torch", "elasticd", "elasticd_agent")
 @dataclass(frozen=True, slots=True)
 class _Rule:
     where: StackPlace
-    file: re.Pattern[str]
-    name: re.Pattern[str]
+    file_pattern: re.Pattern[str]
+    function_pattern: re.Pattern[str]
     label: str = ""
 
 
@@ -212,7 +212,10 @@ def _script_frame(frames: Sequence[Frame]) -> Frame:
 
 
 def _matches(rule: _Rule, frame: Frame) -> bool:
-    return rule.file.search(frame.file) is not None and rule.name.fullmatch(frame.bare_name) is not None
+    return (
+        rule.file_pattern.search(frame.file) is not None
+        and rule.function_pattern.fullmatch(frame.bare_name) is not None
+    )
 
 
 def _outermost_in_file(frames: Sequence[Frame], at: Frame) -> str:

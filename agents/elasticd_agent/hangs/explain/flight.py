@@ -41,7 +41,7 @@ class GroupComparison:
     """At the first number at which ranks issued different collectives, the ranks by their collective."""
 
 
-def compare(recorded: Mapping[int, Sequence[GroupTail]]) -> list[GroupComparison]:
+def compare_groups(recorded: Mapping[int, Sequence[GroupTail]]) -> list[GroupComparison]:
     """One comparison for each process group, those with a difference first: of gloo's recordings only if all are."""
     known = {rank: [tail for tail in tails if not tail.unrecorded] for rank, tails in recorded.items()}
     device = {rank: [tail for tail in tails if tail.backend != "gloo"] for rank, tails in known.items()}

@@ -27,7 +27,7 @@ from elasticd_agent.hangs.collector.record import NodeEvidence, ProcessFacts, Ra
 from elasticd_agent.hangs.collector.request import VERDICT_FILE
 from elasticd_agent.hangs.explain import phrases
 from elasticd_agent.hangs.explain.event_log import RunLog, ends_job
-from elasticd_agent.hangs.explain.flight import compare
+from elasticd_agent.hangs.explain.flight import compare_groups
 from elasticd_agent.hangs.explain.locate import EvidenceFolder
 from elasticd_agent.hangs.explain.model import (
     Aftermath,
@@ -36,7 +36,7 @@ from elasticd_agent.hangs.explain.model import (
     GpuFacts,
     RankFacts,
     StackGroup,
-    name_ranks,
+    describe_ranks,
 )
 from elasticd_agent.hangs.stacks import ThreadStack, place_key
 from elasticd_agent.model.codec import Document
@@ -50,9 +50,9 @@ _MOST_NODES_NAMED = 4
 _MOST_CHILDREN = 64
 _MOST_GPUS = 64
 _MOST_GPU_FACTS = 16
-_BAD_GPU_FACTS = ("xid", "ecc", "uncorrected", "lost", "error", "remap", "retired")
+_GPU_FAULT_WORDS = ("xid", "ecc", "uncorrected", "lost", "error", "remap", "retired")
 """Parts of NVML's names: a value other than the good ones there is what a person looks for."""
-_GOOD_VALUES = ("0", "", "[]", "False", "none", "None", "0x0")
+_HARMLESS_GPU_VALUES = ("0", "", "[]", "False", "none", "None", "0x0")
 _EVIDENCE_FIELDS = tuple(f.name for f in fields(RankEvidence))
 _REPORT_FIELDS = tuple(f.name for f in fields(RankReport) if f.name in {known.name for known in fields(RankFacts)})
 _EARLIER_VERSION_FILES = re.compile(r"rank-\d+\.(?:json|stacks\.json)")
@@ -104,7 +104,7 @@ def explain(
         ranks=ranks,
         stack_groups=_stack_groups(ranks),
         wait_sentences=phrases.describe_waits(ranks),
-        group_comparisons=tuple(compare({rank.rank: rank.groups for rank in ranks if rank.groups})),
+        group_comparisons=tuple(compare_groups({rank.rank: rank.groups for rank in ranks if rank.groups})),
         gpus=tuple(gpu for node in reader.evidence for gpu in _gpus(node)),
         aftermath=_aftermath(log, folder),
         troubles=(*reader.troubles, *_describe_missing(reader.evidence, ranks)),
@@ -246,14 +246,14 @@ def _describe_missing(evidence: Sequence[NodeEvidence], ranks: Sequence[RankFact
             away[rank.node].append(rank.rank)
     if len(away) > _MOST_NODES_NAMED:
         missed = [rank for numbers in away.values() for rank in numbers]
-        yield f"no evidence of {name_ranks(missed)} is here: look in the log directories of their {len(away)} nodes"
+        yield f"no evidence of {describe_ranks(missed)} is here: look in the log directories of their {len(away)} nodes"
     else:
         for node, numbers in sorted(away.items()):
-            yield f"no evidence of {name_ranks(numbers)} is here: look in the log directory on {node or 'its node'}"
+            yield f"no evidence of {describe_ranks(numbers)} is here: look in the log directory on {node or 'its node'}"
     bare = [rank for rank in ranks if rank.rank in here and rank.main_thread is None]
     if bare:
         why = "; ".join(sorted({rank.trouble for rank in bare if rank.trouble})[:3])
-        yield f"no stacks of {name_ranks([rank.rank for rank in bare])}" + (f": {why}" if why else "")
+        yield f"no stacks of {describe_ranks([rank.rank for rank in bare])}" + (f": {why}" if why else "")
 
 
 def _describe_folder(folder: EvidenceFolder, other: EvidenceFolder) -> str:
@@ -277,7 +277,7 @@ def _gpu(gpu: Mapping[str, Any], node: str, index: int) -> GpuFacts:
     bad = [
         f"{name} {value}"
         for name, value in facts
-        if any(word in name for word in _BAD_GPU_FACTS) and value not in _GOOD_VALUES
+        if any(word in name for word in _GPU_FAULT_WORDS) and value not in _HARMLESS_GPU_VALUES
     ]
     number, model = gpu.get("index", index), gpu.get("name")
     name = f"{node} GPU {number}" + (f" ({model[:80]})" if isinstance(model, str) else "")

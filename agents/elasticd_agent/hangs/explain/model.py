@@ -94,7 +94,7 @@ class Explanation:
         return tuple(rank for rank in self.ranks if rank.culprit)
 
 
-def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+def describe_ranks(ranks: tuple[int, ...] | list[int]) -> str:
     """ "rank 3", "ranks 0, 2-7 and 9"."""
     if not ranks:
         return "no rank"

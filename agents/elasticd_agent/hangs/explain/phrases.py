@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from elasticd_agent.hangs.explain.model import ExplanationKind, RankFacts, name_ranks
+from elasticd_agent.hangs.explain.model import ExplanationKind, RankFacts, describe_ranks
 from elasticd_agent.model.phrases import count, is_are
 from elasticd_agent.model.reports import RecordedVerdict
 
@@ -76,7 +76,7 @@ def _dump_headline(ranks: Sequence[RankFacts]) -> str:
     for state, words in _ODD_STATES:
         odd = [rank.rank for rank in ranks if rank.state == state]
         if odd:
-            return f"no verdict was requested, but {name_ranks(odd)} {is_are(odd)} {words}"
+            return f"no verdict was requested, but {describe_ranks(odd)} {is_are(odd)} {words}"
     steps = sorted({rank.step for rank in ranks if rank.step >= 0})
     at = "" if not steps else f" at step {steps[0]}" if len(steps) == 1 else f" at steps {steps[0]} to {steps[-1]}"
     return f"a dump of a running group: what {count(len(ranks), 'rank')} did{at}"
@@ -89,7 +89,7 @@ def _describe_culprits(verdict: RecordedVerdict) -> str:
         return "no single rank is at fault"
     where = sorted({culprit.node for culprit in culprits})
     on = f" on {', '.join(where[:8])}" if not all(f" on {node} " in verdict.why for node in where) else ""
-    return f"{name_ranks([culprit.rank for culprit in culprits])}{on} {is_are(culprits)} at fault"
+    return f"{describe_ranks([culprit.rank for culprit in culprits])}{on} {is_are(culprits)} at fault"
 
 
 def _guess_culprits(ranks: Sequence[RankFacts]) -> str:
@@ -98,15 +98,15 @@ def _guess_culprits(ranks: Sequence[RankFacts]) -> str:
     for state, words in _ODD_STATES:
         odd = [rank.rank for rank in alive if rank.state == state]
         if odd:
-            return f"{name_ranks(odd)} {is_are(odd)} {words}"
+            return f"{describe_ranks(odd)} {is_are(odd)} {words}"
     counts = {rank.rank: (rank.step, rank.collectives) for rank in alive if rank.step >= 0}
     least = min(counts.values(), default=(0, 0))
     behind = [rank for rank, at in counts.items() if at == least]
     if len(behind) < len(counts):
-        return f"{name_ranks(behind)} {is_are(behind)} behind the others"
+        return f"{describe_ranks(behind)} {is_are(behind)} behind the others"
     outside = [rank.rank for rank in alive if rank.where == "elsewhere"]
     if outside and any(rank.where in _WAIT_PHRASES for rank in alive):
-        return f"{name_ranks(outside)} {is_are(outside)} not where the others wait"
+        return f"{describe_ranks(outside)} {is_are(outside)} not where the others wait"
     return "no rank stands out"
 
 
@@ -121,7 +121,7 @@ def describe_waits(ranks: Sequence[RankFacts]) -> tuple[str, ...]:
         elif rank.where:
             groups[rank.where, rank.function, rank.barrier].append(rank.rank)
     ordered = sorted(groups.items(), key=lambda one: (-len(one[1]), one[1]))
-    return tuple(f"{name_ranks(group)} {_describe_wait(place, group)}" for place, group in ordered)
+    return tuple(f"{describe_ranks(group)} {_describe_wait(place, group)}" for place, group in ordered)
 
 
 def _describe_wait(place: tuple[str, str, str], group: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from elasticd_agent.hangs.causes import ADVICE
 from elasticd_agent.hangs.explain.flight import GroupComparison
-from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, name_ranks
+from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, describe_ranks
 from elasticd_agent.hangs.explain.phrases import STATE_NAMES
 from elasticd_agent.hangs.stacks import Frame, ThreadStack
 from elasticd_agent.model.phrases import count, has_have, visible
@@ -72,7 +72,7 @@ def summary(explained: Explanation, width: int = DEFAULT_WIDTH) -> list[str]:
     for group in explained.stack_groups:
         if culprits.intersection(group.ranks):
             frames = [shown for shown in fold_frames(group.main_thread) if isinstance(shown, Frame)]
-            lines += [f"  {name_ranks(group.ranks)}: {_frame(frame)}" for frame in frames[:2]]
+            lines += [f"  {describe_ranks(group.ranks)}: {_frame(frame)}" for frame in frames[:2]]
             break
     for rank in explained.blamed_ranks[:1]:
         lines += [f"  rank {rank.rank}'s last line: {line.strip()}" for line in rank.log[-1:] if line.strip()]
@@ -113,8 +113,8 @@ def _other_wait(one: GroupComparison, explained: Explanation) -> str:
     waits = [rank.rank for rank in explained.blamed_ranks if rank.rank in one.pending]
     if one.waiting_for is None or not waits or any(rank.rank in one.missing for rank in explained.blamed_ranks):
         return ""
-    lacks, have = name_ranks(one.missing), has_have(one.missing)
-    wait = f"{name_ranks(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
+    lacks, have = describe_ranks(one.missing), has_have(one.missing)
+    wait = f"{describe_ranks(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
     return f"{wait}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
 
 
@@ -206,7 +206,7 @@ def _row(group: Sequence[RankFacts]) -> tuple[str, ...]:
     idle = [rank.idle_s for rank in group if rank.idle_s >= 0]
     return (
         ">" if first.culprit else "",
-        name_ranks([rank.rank for rank in group]).partition(" ")[2],
+        describe_ranks([rank.rank for rank in group]).partition(" ")[2],
         nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else "?",
         str(first.slot) if len(group) == 1 and first.slot >= 0 else "",
         first.phase or "?",
@@ -247,7 +247,9 @@ def _remarks(explained: Explanation, width: int) -> list[str]:
         for remark in rank.remarks:
             ranks[remark].append(rank.rank)
     return [
-        line for remark, group in ranks.items() for line in _wrap(f"{name_ranks(group)}: {remark}", width, "  ", "    ")
+        line
+        for remark, group in ranks.items()
+        for line in _wrap(f"{describe_ranks(group)}: {remark}", width, "  ", "    ")
     ]
 
 
@@ -260,11 +262,11 @@ def _stacks(explained: Explanation) -> list[str]:
         blamed = bool(culprits.intersection(group.ranks))
         differs = " differs" if group.is_minority and len(groups) > 1 else ""
         alike = differs if len(group.ranks) == 1 else " are identical"
-        lines.append(f"{'>' if blamed else ' '} {name_ranks(group.ranks)}{alike} ({group.first_rank.source})")
+        lines.append(f"{'>' if blamed else ' '} {describe_ranks(group.ranks)}{alike} ({group.first_rank.source})")
         lines += _threads(group, blamed)
     if len(groups) > _MOST_STACKS:
         left = [rank for group in groups[_MOST_STACKS:] for rank in group.ranks]
-        lines.append(f"  {name_ranks(left)}: {len(groups) - _MOST_STACKS} more stacks, see the files")
+        lines.append(f"  {describe_ranks(left)}: {len(groups) - _MOST_STACKS} more stacks, see the files")
     return lines
 
 
@@ -306,7 +308,7 @@ def _flight_recorders(explained: Explanation, width: int) -> list[str]:
     have = {rank for comparison in explained.group_comparisons for rank in comparison.last}
     silent = [rank.rank for rank in explained.ranks if rank.rank not in have and not rank.exited]
     # A rank that is stopped, or holds the GIL, cannot write its recording.
-    return [*lines, f"  no recording of {name_ranks(silent)}"] if lines and silent else lines
+    return [*lines, f"  no recording of {describe_ranks(silent)}"] if lines and silent else lines
 
 
 def _group_lines(one: GroupComparison, explained: Explanation, width: int) -> list[str]:
@@ -322,22 +324,22 @@ def _comparison_lines(one: GroupComparison, width: int) -> list[str]:
     """The sentences for one process group: different collectives, missing ranks, or the common last one."""
     lines = []
     if one.differing is not None:
-        issued = "; ".join(f"{name_ranks(ranks)} issued {what}" for what, ranks in one.differing.items())
+        issued = "; ".join(f"{describe_ranks(ranks)} issued {what}" for what, ranks in one.differing.items())
         lines += _wrap(f"{one.group}: the ranks issued different collectives: {issued}", width, "  ", "    ")
     if one.missing and one.waiting_for is not None:
         others = [rank for rank in one.last if rank not in one.missing]
-        behind = f"{name_ranks(one.missing)} {has_have(one.missing)} not issued {one.waiting_for}"
-        ahead = f"{name_ranks(others)} {has_have(others)}"
+        behind = f"{describe_ranks(one.missing)} {has_have(one.missing)} not issued {one.waiting_for}"
+        ahead = f"{describe_ranks(others)} {has_have(others)}"
         lines += _wrap(f"{one.group}: {behind}, which {ahead}", width, "  ", "    ")
     issued_last = {str(issued) for issued in one.last.values()}
     if not lines and len(issued_last) == 1 and not one.pending:
         lines.append(f"  {one.group}: all issued the same, last {issued_last.pop()}")
     elif not lines:
-        lines.append(f"  {one.group}, by {name_ranks(list(one.last))}:")
+        lines.append(f"  {one.group}, by {describe_ranks(list(one.last))}:")
     unfinished: dict[str, list[int]] = defaultdict(list)
     for rank, collective in one.pending.items():
         unfinished[str(collective)].append(rank)
-    return [*lines, *(f"    not finished: {what}, on {name_ranks(ranks)}" for what, ranks in unfinished.items())]
+    return [*lines, *(f"    not finished: {what}, on {describe_ranks(ranks)}" for what, ranks in unfinished.items())]
 
 
 def _gpus(explained: Explanation, width: int) -> list[str]:

@@ -110,7 +110,7 @@ class OwnedGroup:
             return []
         return overdue
 
-    def store_outlives(self) -> bool:
+    def store_outlives_workers(self) -> bool:
         return bool(self.alive) and self.keeps_store and not self.failed
 
     def note_kill(self, now: float) -> None:

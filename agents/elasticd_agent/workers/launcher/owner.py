@@ -648,7 +648,7 @@ class Owner:
             group.note_kill(now)
         if not group.workers_ended_or_killed() or group.saving is not None:
             return
-        keeps_store = group.store_outlives()
+        keeps_store = group.store_outlives_workers()
         if not keeps_store:
             self.kill_members(group)
         leftovers = self.leftover_pids()

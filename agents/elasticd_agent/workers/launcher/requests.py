@@ -233,7 +233,7 @@ class WorkerSpec:
     env: dict[str, str]
     stdout: str | None
     stderr: str | None
-    heartbeat: str
+    heartbeat_file: str
     cpus: tuple[int, ...] = ()  #: none: as the agent
 
     def fields(self) -> WorkerFields:

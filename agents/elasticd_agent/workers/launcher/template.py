@@ -141,11 +141,11 @@ class Template:
             "signals"
         ]:  # a batch system signals every process of a job, also one that is importing
             before = signal.getsignal(number)
-            if before in (signal.SIG_IGN, None) or (before is signal.SIG_DFL and self.handler_in_c(number)):
+            if before in (signal.SIG_IGN, None) or (before is signal.SIG_DFL and self.signal_handler_address(number)):
                 continue
             # A handler: an ignored signal would stay ignored in processes that imports start.
             signal.signal(number, ignore_signal)
-            self.signal_handlers[number] = before, self.handler_in_c(number)
+            self.signal_handlers[number] = before, self.signal_handler_address(number)
         started = time.monotonic()
         try:
             left_out = self.preload()
@@ -344,16 +344,16 @@ class Template:
         if release is None:
             os._exit(0)
         self.launch = channel
-        self.restore_signals()
+        self.restore_signal_handlers()
         return release
 
-    def restore_signals(self) -> None:
+    def restore_signal_handlers(self) -> None:
         """But those for which a preloaded module has installed a handler of its own."""
         for number, (before, ours) in self.signal_handlers.items():
-            if signal.getsignal(number) is ignore_signal and self.handler_in_c(number) == ours:
+            if signal.getsignal(number) is ignore_signal and self.signal_handler_address(number) == ours:
                 signal.signal(number, before)
 
-    def handler_in_c(self, number: int) -> int:
+    def signal_handler_address(self, number: int) -> int:
         """The address that the kernel calls, 0 for the default: faulthandler.register and libraries install handlers
         that Python does not know of."""
         action = (ctypes.c_void_p * 64)()  # struct sigaction, which begins with it; longer than any
