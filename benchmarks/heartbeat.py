@@ -70,7 +70,7 @@ def step_of(writer: HeartbeatWriter) -> Callable[[], None]:
 
 def stalls(path: Path) -> list[float]:
     """For how long a thread that never gives up the GIL by itself stalls during a tick, in seconds."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), heartbeat.SIZE) as shared, memoryview(shared) as raw:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), heartbeat.FILE_BYTES) as shared, memoryview(shared) as raw:
         words = raw.cast("Q")
         found: list[float] = []
         seen, before = words[ALIVE], time.perf_counter()

@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from elasticd.checkpointing.state import sharded, training_state
-from elasticd.errors import RoundChanged
+from elasticd.errors import Reason, RoundChanged
 from elasticd.process_group import DefaultGroup
 from elasticd.rejoin.data_parallel import DataParallelModules
 from elasticd.rejoin.launch_channel import NoLaunchChannel
@@ -31,7 +31,7 @@ _DEVICE_ERRORS = ("CUDA error", "HIP error")
 NOTHING_TO_RESTORE = "nothing is attached, or there is no checkpoint directory"
 
 
-def reason_against_group(modules: DataParallelModules, group: DefaultGroup, collectives: int) -> str:
+def reason_against_group(modules: DataParallelModules, group: DefaultGroup, collectives: int) -> Reason:
     """Why this process cannot stay when the ranks change, "" if it can, by the calls of the script before `run`.
 
     `collectives`: those of the script, -1 unknown.
@@ -47,7 +47,7 @@ def reason_against_group(modules: DataParallelModules, group: DefaultGroup, coll
     return modules.reason_against()
 
 
-def reason_against_state(attached: Mapping[str, Any], modules: DataParallelModules) -> str:
+def reason_against_state(attached: Mapping[str, Any], modules: DataParallelModules) -> Reason:
     """The same by what is attached."""
     from torch.distributed import ProcessGroup
 
@@ -86,7 +86,7 @@ def run(train: Callable[[], T], launch: NoLaunchChannel, change_round: Callable[
         change_round(why)
 
 
-def device_failure(error: BaseException) -> str:
+def device_failure(error: BaseException) -> Reason:
     """Return the first line of an error after which a device can do nothing more for this process, "" for others."""
     seen: BaseException | None = error
     while seen is not None:

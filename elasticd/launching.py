@@ -25,7 +25,7 @@ from typing import Any
 
 from elasticd.errors import LaunchError, UsageError
 
-MODULE = "elasticd.launching"
+WORKER_MODULE = "elasticd.launching"
 _PARENT_ONLY_ENTRIES = ("authkey", "log_to_stderr", "log_level", "name", "start_method", "orig_dir")
 """Entries that `multiprocessing` hands to its own children only."""
 
@@ -46,7 +46,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, **opt
         flags = [
             word for name, value in {"nproc_per_node": nproc, **options}.items() for word in _flag_words(name, value)
         ]
-        code = _run_supervisor([sys.executable, "-m", "elasticd_agent", "run", *flags, "-m", MODULE, directory])
+        code = _run_supervisor([sys.executable, "-m", "elasticd_agent", "run", *flags, "-m", WORKER_MODULE, directory])
         if code:
             raise LaunchError(_failure_message(call, code), exit_code=code)
         return {int(path.suffix[1:]): pickle.loads(path.read_bytes()) for path in sorted(call.glob("value.*"))}
@@ -54,7 +54,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, **opt
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The call, and the facts by which a worker finds the caller's modules."""
-    if getattr(sys.modules["__main__"].__spec__, "name", "") == MODULE:
+    if getattr(sys.modules["__main__"].__spec__, "name", "") == WORKER_MODULE:
         raise UsageError("elasticd.launch() at the import of a worker: call it below `if __name__ == '__main__':`")
     about = multiprocessing.spawn.get_preparation_data("elasticd")
     preparation = {name: value for name, value in about.items() if name not in _PARENT_ONLY_ENTRIES}

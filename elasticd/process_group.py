@@ -56,15 +56,15 @@ class DefaultGroup:
 def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvironment:
     """Raises UsageError for a variable that must be a number and is not."""
     return WorkerEnvironment(
-        local_rank=_number(environment, "LOCAL_RANK"),
-        round=_number(environment, "ELASTICD_ROUND"),
-        restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT"),
+        local_rank=_read_number(environment, "LOCAL_RANK"),
+        round=_read_number(environment, "ELASTICD_ROUND"),
+        restarts=_read_number(environment, "TORCHELASTIC_RESTART_COUNT"),
         job=environment.get("ELASTICD_JOB") or environment.get("TORCHELASTIC_RUN_ID") or "python",
         # A plain `python` script is one process, so no other one needs the random token.
         run=environment.get("ELASTICD_RUN") or environment.get("TORCHELASTIC_RUN_ID") or secrets.token_hex(8),
-        nodes=_number(environment, "GROUP_WORLD_SIZE") or 1,
-        node=_number(environment, "GROUP_RANK"),
-        restarts_without_progress=_number(environment, "ELASTICD_RESTARTS_WITHOUT_PROGRESS"),
+        nodes=_read_number(environment, "GROUP_WORLD_SIZE") or 1,
+        node=_read_number(environment, "GROUP_RANK"),
+        restarts_without_progress=_read_number(environment, "ELASTICD_RESTARTS_WITHOUT_PROGRESS"),
     )
 
 
@@ -187,7 +187,7 @@ def _default_backend(device: torch.device) -> str:
     return str(backend)
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _read_number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "0")
     try:
         number = int(text)

@@ -27,12 +27,12 @@ from elasticd.shuffle import ALGORITHM, MAX_LENGTH, Permutation
 
 # Positions shuffled at a time: a call into torch costs 0.3 ms, and 0.15 ms more for each thousand of them. The first
 # chunk is small so that the first batch after a restart does not wait for later ones.
-_FIRST_CHUNK = 128
-_LARGEST_CHUNK = 8192
+_FIRST_CHUNK_POSITIONS = 128
+_LARGEST_CHUNK_POSITIONS = 8192
 # Frames between a DataLoader's iterator and this sampler: none, or those of a wrapper's generators.
 _MAX_WRAPPER_FRAMES = 8
 # A thread that fetches ahead of the loop may fetch more than a step a commit, until its queue is full: not so many.
-_CERTAIN_COMMITS = 1000
+_COMMITS_FOR_CERTAINTY = 1000
 _LOADER_MODULES = ("torch.utils.data.", "torchdata.")
 
 
@@ -56,9 +56,9 @@ class SamplerUsage:
 
     has_committed: bool = False
     begun_iterations: int = 0
-    last_exhausted: int = 0  #: the number of the last iteration that has come to the end of its epoch, 0 for none
+    last_exhausted_iteration: int = 0  #: the last one that has come to the end of its epoch, 0 for none
     fetched_batches: int = 0  #: micro-batches of this rank
-    fetched_to_train: int = 0  #: those that were not fetched in `torch.no_grad()`
+    fetched_training_batches: int = 0  #: those that were not fetched in `torch.no_grad()`
 
 
 _SAMPLERS: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
@@ -105,7 +105,7 @@ class _Consumption:
 
     def skips_steps(self, global_batch: int) -> bool:
         """More than one step is fetched for each commit, beyond what a DataLoader prefetches."""
-        certain = self.exhausted or self.commits >= _CERTAIN_COMMITS
+        certain = self.exhausted or self.commits >= _COMMITS_FOR_CERTAINTY
         return certain and self.least_fetched is not None and self.least_fetched > global_batch
 
     def has_skipped_steps(self, global_batch: int, world_size: int) -> bool:
@@ -395,7 +395,7 @@ class ElasticBatchSampler:
         epoch, iteration, usage = self._epoch, self._usage.begun_iterations, self._usage
         order = self._order(epoch)
         share = -(-self._global_batch // self._world_size)
-        chunk, done = _FIRST_CHUNK, 0
+        chunk, done = _FIRST_CHUNK_POSITIONS, 0
         self._report_next()
         while done < len(starts):
             steps = [self._step_from(start) for start in starts[done : done + max(1, chunk // share)]]
@@ -412,12 +412,12 @@ class ElasticBatchSampler:
                 if micro == self._accumulate - 1:
                     self._fetched = max(self._fetched, step.stop)
                 usage.fetched_batches += 1
-                usage.fetched_to_train += is_grad_enabled()
+                usage.fetched_training_batches += is_grad_enabled()
                 yield indices[taken : taken + stop - start]
                 taken += stop - start
             done += len(steps)
-            chunk = min(2 * chunk, _LARGEST_CHUNK)
-        usage.last_exhausted = max(usage.last_exhausted, iteration)
+            chunk = min(2 * chunk, _LARGEST_CHUNK_POSITIONS)
+        usage.last_exhausted_iteration = max(usage.last_exhausted_iteration, iteration)
         if generation == self._generation:
             self._consumption.exhausted = True
             self._refuse_skipped_steps(self._consumption.skips_steps(self._global_batch))

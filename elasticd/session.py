@@ -36,7 +36,7 @@ from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher
 from elasticd.coordination.store_channel import StoreChannel, default_timeout_s, open_channel
-from elasticd.errors import CheckpointError, CheckpointRefused, UsageError
+from elasticd.errors import CheckpointError, CheckpointRefused, Reason, UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.collectives import CollectiveCounter, only_default_group_exists
@@ -601,7 +601,7 @@ class Session:
     def _has_directory(self) -> bool:
         return bool(self._context.directory or self._directory or os.environ.get("ELASTICD_CHECKPOINT_DIR"))
 
-    def _reason_against_staying(self) -> str:
+    def _reason_against_staying(self) -> Reason:
         """Return why this process cannot stay, "" if it can, or if no launcher would have it stay."""
         if not self._launch.is_connected:
             return ""
@@ -899,7 +899,7 @@ class Session:
             return False
         return self._donor is not None and self._donor.can_hold and not self._is_put_off
 
-    def _stop_reason(self) -> str:
+    def _stop_reason(self) -> Reason:
         self._launch.raise_if_changed()
         if self._heartbeat.request & heartbeat.REQUEST_KIND_MASK == heartbeat.STOP:
             return "the agent requested a stop"

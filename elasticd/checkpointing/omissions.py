@@ -199,7 +199,7 @@ class Omissions:
         for sampler in uncommitted_samplers():
             if id(sampler) in self._known:
                 continue
-            fetched = usage_of(sampler).fetched_to_train
+            fetched = usage_of(sampler).fetched_training_batches
             known, times = before.get(id(sampler), (fetched, 0)) if number % LOOK_EVERY else (fetched, 0)
             times = times + 1 if fetched > known else 0
             self._fetched[id(sampler)] = fetched, times
@@ -231,7 +231,7 @@ class Omissions:
             first = self._iterations.setdefault(id(usage), usage.begun_iterations)
             if (
                 count > MOST_SEARCH_STEPS
-                and first <= usage.last_exhausted < usage.begun_iterations
+                and first <= usage.last_exhausted_iteration < usage.begun_iterations
                 and not usage.has_committed
             ):
                 raise UsageError(
@@ -268,7 +268,7 @@ class Omissions:
             return
         samplers = self._sampler_usages()
         are_same = all(gradient() is not None and parameter.grad is gradient() for parameter, gradient, _ in gradients)
-        if samplers and all(usage.last_exhausted < usage.begun_iterations for usage in samplers):
+        if samplers and all(usage.last_exhausted_iteration < usage.begun_iterations for usage in samplers):
             is_wrong = are_same and self._count_fetches() == self._fetches
         else:
             is_wrong = are_same and all(

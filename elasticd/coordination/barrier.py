@@ -33,7 +33,7 @@ from elasticd.heartbeat.record import HeartbeatWriter, Phase
 
 # The first rank to come reads the status of the others this long after it came, then after as long again, and then at
 # least this often: two reads bound the age of a status.
-_FIRST_READ_S = 1.0
+_FIRST_READ_AFTER_S = 1.0
 _LONGEST_READ_INTERVAL_S = 15.0
 # Statuses are published once a period: the read before the last one is a period and this before it, which shows who is
 # mute.
@@ -83,7 +83,7 @@ class Barriers:
         self._channel.call = f"barrier({name!r})"
         try:
             self._number += 1
-            with self._channel.waiting(f"barrier/{self._number}/outcome", any_step=True) as missed:
+            with self._channel.report_wait(f"barrier/{self._number}/outcome", any_step=True) as missed:
                 self._meet(name, seconds, 0.0 if timeout is None else seconds, missed)
         finally:
             self.waiting_at = None
@@ -162,7 +162,7 @@ class _Barrier:
         margin_s = publisher.period_s + _PERIOD_SLACK_S
         self._last_read_s = seconds - margin_s if seconds > margin_s else seconds / 2
         self._outcome: JsonObject | None = None
-        self.due_at = self._began + min(_FIRST_READ_S, self._last_read_s)
+        self.due_at = self._began + min(_FIRST_READ_AFTER_S, self._last_read_s)
         self.over = threading.Event()
         self.error: Exception | None = None
 
@@ -226,7 +226,7 @@ class _Barrier:
             self.due_at = math.inf
             self._time_out(store)
             return
-        missing = self._missing(store)
+        missing = self._missing_ranks(store)
         self._channel.report_missing_ranks(missing)
         self._statuses.read(store, missing)
         error = self._missed.find(store, missing, self._statuses, lambda rank: self._has_come(store, rank))
@@ -234,7 +234,7 @@ class _Barrier:
             self.due_at = math.inf
             self._decide(store, {"missed": str(error)})
             return
-        next_s = waited_s + min(max(waited_s, _FIRST_READ_S), _LONGEST_READ_INTERVAL_S)
+        next_s = waited_s + min(max(waited_s, _FIRST_READ_AFTER_S), _LONGEST_READ_INTERVAL_S)
         self.due_at = self._began + (min(next_s, self._last_read_s) if waited_s < self._last_read_s else self._seconds)
 
     def leave(self, why: str) -> None:
@@ -275,7 +275,7 @@ class _Barrier:
             why = f"rank {self._channel.rank} came too late to {outcome['why']}" if late else outcome["why"]
             raise BarrierTimeout(why, name=self._name, missing=missing, waited_s=waited_s)
 
-    def _missing(self, store: Any) -> list[int]:
+    def _missing_ranks(self, store: Any) -> list[int]:
         return [rank for rank in range(self._channel.world_size) if not self._has_come(store, rank)]
 
     def _has_come(self, store: Any, rank: int) -> bool:
@@ -284,7 +284,7 @@ class _Barrier:
 
     def _time_out(self, store: Any, even_if_all_came: bool = False) -> None:
         """End the barrier with the names of those who are missing, unless the last one has just come."""
-        missing = self._missing(store)
+        missing = self._missing_ranks(store)
         if not missing and not even_if_all_came:
             return  # the last one has just come, and is about to release all
         self._statuses.read(store, missing)

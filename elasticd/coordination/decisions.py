@@ -19,7 +19,7 @@ from elasticd.errors import WireError
 
 Action = Literal["continue", "save", "stop", "pause"]
 
-COST_SHARE = 0.001
+MAX_COST_SHARE = 0.001
 """Share of the training time that decisions may cost: the price of stopping and saving at one step on every rank."""
 LONGEST_INTERVAL_S = 10.0
 """A stop should be noticed soon even where the store is slow; where both limits conflict, the cost gives way."""
@@ -40,10 +40,10 @@ class Decision:
     reason: str
 
 
-def next_interval(interval: int, step_s: float, cost_s: float) -> int:
-    """Steps to the next decision point, so that decisions cost at most COST_SHARE; at most twice the last interval."""
+def next_interval_steps(interval: int, step_s: float, cost_s: float) -> int:
+    """Steps to the next decision point, at most twice the last interval: decisions cost at most MAX_COST_SHARE."""
     # Only doubling: if slow first steps are followed by slow ones again, a stop must not wait for very many of them.
-    target_s = min(cost_s / COST_SHARE, LONGEST_INTERVAL_S)
+    target_s = min(cost_s / MAX_COST_SHARE, LONGEST_INTERVAL_S)
     steps = int(target_s / step_s) if step_s > 0 else _MAX_INTERVAL_STEPS
     return max(1, min(steps, 2 * interval, _MAX_INTERVAL_STEPS))
 
@@ -81,9 +81,9 @@ class DecisionPoints:
         if step < self.next and not is_due:
             return None
         if self._channel.rank == 0:
-            decision = self._decide(step)
+            decision = self._decide_on_rank0(step)
         else:
-            decision = self._read(f"decision/{step}", step, self._channel.timeout_s)
+            decision = self._read_decision(f"decision/{step}", step, self._channel.timeout_s)
         self.next = decision.next
         return decision
 
@@ -103,31 +103,31 @@ class DecisionPoints:
         if self._channel.rank == 0:
             decision = Decision(step, self.next, *decide())
             if self._channel.world_size > 1:
-                self._put(key, decision)
+                self._put_decision(key, decision)
                 self._delete_oldest()
         else:
             deadline = time.monotonic() + longest_s
             while not self._channel.exists(key) and time.monotonic() < deadline:
                 rest(PAUSE_LOOK_INTERVAL_S)
-            decision = self._read(key, step, self._channel.timeout_s)
+            decision = self._read_decision(key, step, self._channel.timeout_s)
         # The duration of a pause is not the duration of a step.
         self._last_step = step
         self._last_at = time.monotonic()
         return decision
 
-    def _read(self, key: str, step: int, timeout_s: float) -> Decision:
+    def _read_decision(self, key: str, step: int, timeout_s: float) -> Decision:
         data = self._channel.read_from_rank0(key, f"the decision at step {step}", timeout_s=timeout_s)
         try:
             return Decision(**json.loads(data))
         except (ValueError, TypeError) as error:
             raise WireError(f"rank 0's decision at step {step} cannot be decoded: {data[:80]!r}") from error
 
-    def _decide(self, step: int) -> Decision:
+    def _decide_on_rank0(self, step: int) -> Decision:
         now = time.monotonic()
         proposed, reason = self._propose()
         action: Action = "continue" if proposed == "wait" else proposed
         step_s = (now - self._last_at) / max(step - self._last_step, 1)
-        self._interval = next_interval(self._interval, step_s, self._cost_s)
+        self._interval = next_interval_steps(self._interval, step_s, self._cost_s)
         self._last_step = step
         self._last_at = now
         decision = Decision(step, step + (1 if proposed == "wait" else self._interval), action, reason)
@@ -140,14 +140,14 @@ class DecisionPoints:
         """Write it; returns what the decision costs a rank, in seconds."""
         start = time.perf_counter()
         key = f"decision/{decision.step}"
-        self._put(key, decision)
+        self._put_decision(key, decision)
         written = time.perf_counter()
         # One round trip to the store, to measure its cost: the other ranks need two (wait, get).
         if not self._delete_oldest():
             self._channel.exists(key)
         return written - start + 3 * (time.perf_counter() - written)
 
-    def _put(self, key: str, decision: Decision) -> None:
+    def _put_decision(self, key: str, decision: Decision) -> None:
         self._channel.put(key, json.dumps(asdict(decision)).encode())
         self._stored.append(key)
 

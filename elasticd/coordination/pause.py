@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elasticd.coordination.decisions import Action
-from elasticd.errors import UsageError
+from elasticd.errors import Reason, UsageError
 from elasticd.heartbeat.record import ALL_STAY_FLAG, PAUSE, REQUEST_KIND_MASK, HeartbeatWriter
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
@@ -69,7 +69,7 @@ class PauseController:
         """No node leaves in the pause that is requested."""
         return bool(self._open_request & ALL_STAY_FLAG)
 
-    def wait(self, step: int, saved: bool, stop_reason: Callable[[], str]) -> tuple[Action, str]:
+    def wait(self, step: int, saved: bool, stop_reason: Callable[[], Reason]) -> tuple[Action, str]:
         """Wait until the pause is over; what all ranks do next, and why. `stop_reason`: why they should stop, or ""."""
         if not saved:
             return "continue", self._refuse(step, "its checkpoint could not be saved")
@@ -80,7 +80,7 @@ class PauseController:
         self.events.write("pause_ended", reason, step, seconds=time.monotonic() - start)
         return action, reason
 
-    def _wait_until_over(self, deadline: float, stop_reason: Callable[[], str]) -> tuple[Action, str]:
+    def _wait_until_over(self, deadline: float, stop_reason: Callable[[], Reason]) -> tuple[Action, str]:
         while True:
             if why := stop_reason():
                 return "stop", why

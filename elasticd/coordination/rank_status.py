@@ -231,7 +231,7 @@ class StatusPublisher:
         self._awake = True
         self._changed.notify()
 
-    def _open(self) -> None:
+    def _open_connection(self) -> None:
         """Connect: it may take longer than `close` waits, as torch asks DNS for the name of the store's address."""
         with contextlib.suppress(RuntimeError):
             connection = self._connect()
@@ -242,7 +242,7 @@ class StatusPublisher:
     def _run(self) -> None:
         # torch's errors of a store are RuntimeErrors.
         with contextlib.suppress(RuntimeError):
-            threading.Thread(target=self._open, name="elasticd-connect", daemon=True).start()
+            threading.Thread(target=self._open_connection, name="elasticd-connect", daemon=True).start()
             with self._changed:
                 self._changed.wait_for(lambda: self._connection is not None or self._closed)
             store = self._store if self._connection is None else self._connection

@@ -163,7 +163,7 @@ class StoreChannel:
         self.timeout_s = usual_s
 
     @contextlib.contextmanager
-    def waiting(self, key: str, any_step: bool = False) -> Iterator[MissedCallDetector]:
+    def report_wait(self, key: str, any_step: bool = False) -> Iterator[MissedCallDetector]:
         """Meanwhile this rank's status says for what it waits; the arguments are those of SessionWait and
         MissedCallDetector.
         """
@@ -194,7 +194,7 @@ class StoreChannel:
         except DistStoreError:
             if time.monotonic() - start < piece / 2:
                 raise  # no timeout: the store itself failed
-        with self.waiting(self._below + pattern) as missed:
+        with self.report_wait(self._below + pattern) as missed:
             self._poll(writers, what, start, timeout_s, missed)
 
     def _poll(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-UNKNOWN = -1
+UNKNOWN_COUNT = -1
 _C10D_MODULE = "torch.distributed.distributed_c10d"
 MAX_GROUPS_READ = 16
 
@@ -38,19 +38,19 @@ class CollectiveCounter:
         if self._c10d is None:
             self._c10d = sys.modules.get(_C10D_MODULE)
             if self._c10d is None:
-                return UNKNOWN
+                return UNKNOWN_COUNT
         group = None
         try:
             group = self._c10d._world.default_pg  # the value of GroupMember.WORLD
             if group is None or (self._uncounted and id(group) == self._uncounted):
-                return UNKNOWN
+                return UNKNOWN_COUNT
             number = group._get_sequence_number_for_group()
         except Exception:  # noqa: BLE001 the group may be of any class, and the script must not notice the call
             number = None
         if type(number) is int and number >= 0:
             return number
         self._uncounted = id(group)
-        return UNKNOWN
+        return UNKNOWN_COUNT
 
     def reset(self) -> None:
         """There is another group now, perhaps one that counts."""

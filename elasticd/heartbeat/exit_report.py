@@ -16,7 +16,7 @@ from typing import Protocol
 
 CONNECTION_LOST_PHRASES = ("closed by peer", "reset by peer", "broken pipe", "connection was likely closed")
 """Words of gloo, torch's store and the kernel, in lower case: the process at the other end is gone."""
-_MESSAGE_CHARACTERS = 1000
+_MAX_MESSAGE_CHARACTERS = 1000
 _MAX_BASES = 8
 
 
@@ -76,9 +76,9 @@ def _name_of(cls: type) -> str:
 
 def encode(report: ExitReport, limit: int) -> bytes:
     """The report as JSON of at most `limit` bytes; the end of the traceback is kept."""
-    name, message = report.type[:_MESSAGE_CHARACTERS], report.message[:_MESSAGE_CHARACTERS]
+    name, message = report.type[:_MAX_MESSAGE_CHARACTERS], report.message[:_MAX_MESSAGE_CHARACTERS]
     fields = {"kind": report.kind, "type": name, "message": message, "code": report.code}
-    bases = [base[:_MESSAGE_CHARACTERS] for base in report.bases[:_MAX_BASES]]
+    bases = [base[:_MAX_MESSAGE_CHARACTERS] for base in report.bases[:_MAX_BASES]]
     text = report.traceback[-limit:]
     while True:
         data = json.dumps({**fields, "bases": bases, "traceback": text}, ensure_ascii=False).encode("utf-8", "replace")

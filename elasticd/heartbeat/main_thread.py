@@ -18,7 +18,7 @@ _BACKWARD_FILES = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
 nothing."""
 _DDP_FILES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
 _C10D_FILE = "/torch/distributed/distributed_c10d.py"
-_C10D_WRAPPER = "/torch/distributed/c10d_logger.py"
+_C10D_WRAPPER_FILE = "/torch/distributed/c10d_logger.py"
 _ALL_RANKS_COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
@@ -57,8 +57,8 @@ class MainThread:
         """The timeout and the group that the script gave the collective it waits in; None: none."""
         frame, timeout, group = sys._current_frames().get(self._id), None, None
         while frame is not None and not frame.f_code.co_filename.endswith(_C10D_FILE):
-            frame = frame.f_back if frame.f_code.co_filename.endswith(_C10D_WRAPPER) else None
-        while frame is not None and frame.f_code.co_filename.endswith((_C10D_FILE, _C10D_WRAPPER)):
+            frame = frame.f_back if frame.f_code.co_filename.endswith(_C10D_WRAPPER_FILE) else None
+        while frame is not None and frame.f_code.co_filename.endswith((_C10D_FILE, _C10D_WRAPPER_FILE)):
             if frame.f_code.co_filename.endswith(_C10D_FILE):
                 given = frame.f_locals
                 timeout, group = given.get("timeout") or timeout, given.get("group") or group

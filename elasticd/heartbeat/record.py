@@ -74,7 +74,7 @@ INIT_PROCESS_GROUP = "init_process_group"
 """The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
 PAUSE_BARRIER = "pause"
 """The name of the barrier at which a paused rank waits."""
-SIZE = 16 * 1024
+FILE_BYTES = 16 * 1024
 MAGIC = b"ELASTICD"
 MAJOR, MINOR = 1, 5
 STOP, PAUSE = 1, 2
@@ -103,7 +103,7 @@ _WAIT_STRUCT = struct.Struct("<iI24s")
 _WAIT_OFFSET = 32
 MAX_GROUPS = 8
 _GROUPS_STRUCT = struct.Struct("<QQ" + MAX_GROUPS * "Qqq")
-_GROUPS_OFFSET = SIZE - _GROUPS_STRUCT.size
+_GROUPS_OFFSET = FILE_BYTES - _GROUPS_STRUCT.size
 _GROUPS_SEQ_INDEX = _GROUPS_OFFSET // 8
 _WAIT_TIMEOUT_OFFSET = _GROUPS_OFFSET - 8
 _MAX_REPORT_BYTES = _WAIT_TIMEOUT_OFFSET - _REPORT_OFFSET - 4
@@ -175,11 +175,11 @@ class Heartbeat:
 def create(path: str | os.PathLike[str]) -> None:
     """Create the heartbeat file, 0600, all of it allocated: a store into a hole of a full tmpfs would be SIGBUS."""
     content = _HEADER_STRUCT.pack(MAGIC, MAJOR, MINOR, 0, -1, 0, b"", *([0] * 7), b"", 0, 0, *_UNCOUNTED, 0).ljust(
-        SIZE, b"\0"
+        FILE_BYTES, b"\0"
     )
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
-        if os.write(fd, content) != SIZE:
+        if os.write(fd, content) != FILE_BYTES:
             raise OSError(f"heartbeat file {os.fspath(path)}: short write")
     finally:
         os.close(fd)
@@ -193,7 +193,7 @@ class HeartbeatWriter:
         try:
             status = os.fstat(fd)
             _check_header(os.pread(fd, _HEADER_STRUCT.size, 0), status.st_size, path)
-            self._use(_map_file(fd, SIZE))
+            self._set_views(_map_file(fd, FILE_BYTES))
         finally:
             os.close(fd)
         register_writer()
@@ -212,7 +212,7 @@ class HeartbeatWriter:
             status = os.fstat(fd)
             _check_header(os.pread(fd, _HEADER_STRUCT.size, 0), status.st_size, path)
             for address in _mapped_addresses(self._file):
-                _map_file(fd, SIZE, address)
+                _map_file(fd, FILE_BYTES, address)
         finally:
             os.close(fd)
         self._file = status.st_ino, os.path.basename(path)
@@ -223,14 +223,14 @@ class HeartbeatWriter:
         if not self._words[_STARTED]:
             self._words[_STARTED] = time.monotonic_ns()
 
-    def _use(self, view: memoryview) -> None:
+    def _set_views(self, view: memoryview) -> None:
         self._bytes = view
         self._words = view.cast("Q")
         self._signed = view.cast("q")
         self._halves = view.cast("I")
 
     def _detach(self) -> None:
-        self._use(memoryview(bytearray(SIZE)))
+        self._set_views(memoryview(bytearray(FILE_BYTES)))
 
     def step(self, step: int, source: StepSource = StepSource.SESSION, issued: int = _UNKNOWN) -> None:
         """One more step is done; `step` is the count now, `issued` the default process group's collectives so far."""
@@ -426,7 +426,7 @@ class HeartbeatReader:
         return self._decode(raw)
 
     def _decode(self, raw: bytes) -> Heartbeat:
-        _check_header(raw, SIZE, self._path)
+        _check_header(raw, FILE_BYTES, self._path)
         fields = _HEADER_STRUCT.unpack(raw)[2:]
         minor, request, *wait, _, step, progress, first, started, phase, source, name, barrier_ms, pid = fields[:15]
         *counts, length = fields[15:]
@@ -469,14 +469,14 @@ class HeartbeatReader:
 
     def _read_exit_report(self, length: int) -> ExitReport:
         where = f"heartbeat file {os.fspath(self._path)}"
-        if length > SIZE - _REPORT_OFFSET - 4:
+        if length > FILE_BYTES - _REPORT_OFFSET - 4:
             raise WireError(f"{where}: an exit report of {length} bytes does not fit")
         try:
             return decode(os.pread(self._fd, length, _REPORT_OFFSET + 4))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WireError(f"{where}: the exit report cannot be decoded: {error}") from error
 
-    def request(self, request: int) -> None:
+    def write_request(self, request: int) -> None:
         """Write a request for the worker: STOP or PAUSE, or 0 to withdraw it."""
         os.pwrite(self._fd, struct.pack("<Q", request), _REQUEST * 8)
 
@@ -542,8 +542,8 @@ def _map_file(fd: int, size: int, at: int | None = None) -> memoryview:
 
 def _check_header(raw: bytes, size: int, path: str | os.PathLike[str]) -> None:
     where = f"heartbeat file {os.fspath(path)}"
-    if size < SIZE or len(raw) < _HEADER_STRUCT.size:
-        raise WireError(f"{where}: {min(size, len(raw))} bytes, a heartbeat file has {SIZE}")
+    if size < FILE_BYTES or len(raw) < _HEADER_STRUCT.size:
+        raise WireError(f"{where}: {min(size, len(raw))} bytes, a heartbeat file has {FILE_BYTES}")
     magic, major, minor = struct.unpack_from("<8sII", raw)
     if magic != MAGIC:
         raise WireError(f"{where}: it begins with {magic!r}, not with {MAGIC!r}")

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 from elasticd.heartbeat.collectives import (
-    UNKNOWN,
+    UNKNOWN_COUNT,
     CollectiveCounter,
     default_group,
     group_timeout_ms,
@@ -71,7 +71,7 @@ class HeartbeatThread:
         self._collectives = CollectiveCounter()
         self._groups = GroupCountReader()
         self._group: Callable[[], Any] = lambda: None  # a weak reference to the last group
-        self._issued = UNKNOWN
+        self._issued = UNKNOWN_COUNT
         self._position = (0, 0)
         self._timeout_ms = 0
         self._ticks_with_group = 0
@@ -193,12 +193,12 @@ class HeartbeatThread:
         """The collectives issued so far; unknown for one tick after a change of group, which starts counting again."""
         group = default_group()
         if group is None:
-            self._issued = UNKNOWN
+            self._issued = UNKNOWN_COUNT
             self._timeout_ms = 0
             if not self._joining and self._writer.current_phase == Phase.STARTING and is_in_init_process_group():
                 self._joining = True
                 self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP)
-            return UNKNOWN
+            return UNKNOWN_COUNT
         self._joining = False
         issued = self._collectives.issued()
         another = self._group() is not group
@@ -214,7 +214,7 @@ class HeartbeatThread:
             self._timeout_ms = longest_timeout_ms(group)
         before = self._issued
         self._issued = issued
-        return UNKNOWN if issued < before or (another and before >= 0) else issued
+        return UNKNOWN_COUNT if issued < before or (another and before >= 0) else issued
 
 
 def is_in_init_process_group() -> bool:

@@ -88,7 +88,7 @@ class WorkerEvent:
             raise WireError(
                 f"worker event {line[:80]!r} is not of version {VERSION}; run the same elasticd in agent and worker"
             )
-        for name, check in _CHECKS.items():
+        for name, check in _FIELD_CHECKS.items():
             if (name in _COMMON_FIELDS or name in fields) and not (name in fields and check(fields[name])):
                 raise WireError(f"worker event {line[:80]!r}: {name} is missing or of the wrong type")
         extra = {name: value for name, value in fields.items() if name not in _COMMON_FIELDS}
@@ -184,7 +184,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _MAX_NUMBER
 
 
-_CHECKS: dict[str, Callable[[Any], bool]] = {
+_FIELD_CHECKS: dict[str, Callable[[Any], bool]] = {
     "kind": _is_text,
     "round": _is_integer,
     "rank": _is_integer,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elasticd.checkpointing.state.training_state import StateDict
-from elasticd.errors import UsageError
+from elasticd.errors import Reason, UsageError
 
 
 class RankLoader:
@@ -84,7 +84,7 @@ class RankLoader:
         if self._samples:
             self._loader.load_state_dict(state["loader"])
 
-    def load_state_dicts(self, states: list[StateDict], rank: int, world_size: int) -> str:
+    def load_state_dicts(self, states: list[StateDict], rank: int, world_size: int) -> Reason:
         """Load the states of another number of ranks; returns a sentence about what cannot be continued, or ""."""
         self.epoch = max(state["epoch"] for state in states)
         samples = min(state["samples"] for state in states if state["epoch"] == self.epoch)

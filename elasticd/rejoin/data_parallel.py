@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from elasticd.errors import Reason
+
 _KEPT_ATTRIBUTES = ("_ddp_sink_clone", "training")
 _GROUP_ATTRIBUTES = ("reducer", "logger", "process_group")
 """Attributes that belong to a process group, and keep it alive."""
@@ -71,7 +73,7 @@ class DataParallelModules:
         self._made = [(of, arguments) for of, arguments in self._made if of() is not None]
         return [(of(), arguments) for of, arguments in self._made]
 
-    def reason_against(self) -> str:
+    def reason_against(self) -> Reason:
         """Why one of them cannot be built anew, "" if all can."""
         for module, arguments in self.alive_with_arguments():
             if why := _reason_against(module, arguments):
@@ -153,7 +155,7 @@ def _values_set_aside(module: Any) -> Iterator[None]:
             tensor.data = data
 
 
-def _reason_against(module: Any, arguments: dict[str, Any]) -> str:
+def _reason_against(module: Any, arguments: dict[str, Any]) -> Reason:
     name = type(module.module).__name__
     for argument in ("process_group", "device_mesh", "mixed_precision", "delay_all_reduce_named_params"):
         if arguments.get(argument) is not None:

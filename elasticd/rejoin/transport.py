@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from elasticd import process_group
+from elasticd.errors import Reason
 from elasticd.process_group import DefaultGroup
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 class Gloo:
     """Groups whose ranks meet over connections of this process."""
 
-    def reason_against(self) -> str:
+    def reason_against(self) -> Reason:
         """Why a process cannot leave these groups, "" if it can."""
         return ""
 
@@ -60,7 +61,7 @@ class Nccl(Gloo):
         self._lock = threading.Lock()
         """The thread that interrupts may still be at it when the training thread leaves."""
 
-    def reason_against(self) -> str:
+    def reason_against(self) -> Reason:
         return f"collectives of {self._device.type} devices cannot be left"
 
     def interrupt(self) -> None:

@@ -287,7 +287,7 @@ def targets() -> Iterator[dict[str, Target]]:
         record.create(beat)
 
         def beats(data: bytes) -> None:
-            beat.write_bytes(data[: record.SIZE].ljust(record.SIZE, b"\0"))
+            beat.write_bytes(data[: record.FILE_BYTES].ljust(record.FILE_BYTES, b"\0"))
             with closing(record.HeartbeatReader(beat)) as reader:
                 reader.read()
 

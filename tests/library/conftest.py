@@ -52,7 +52,7 @@ class Rank:
     def request(self, request: int) -> None:
         """As the agent does: heartbeat.STOP, heartbeat.PAUSE, or 0 to withdraw it."""
         with heartbeat.HeartbeatReader(self.beat) as reader:
-            reader.request(request)
+            reader.write_request(request)
 
     def read_events(self) -> list[notes.WorkerEvent]:
         """All but the one that every session with a checkpoint makes."""

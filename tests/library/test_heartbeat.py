@@ -37,8 +37,8 @@ def read(path: Path) -> heartbeat.Heartbeat:
 def test_new_file_is_private_whole_and_empty(path: Path) -> None:
     status = path.stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_size == heartbeat.SIZE
-    assert status.st_blocks * 512 >= heartbeat.SIZE, "a hole would be SIGBUS when the disk is full"
+    assert status.st_size == heartbeat.FILE_BYTES
+    assert status.st_blocks * 512 >= heartbeat.FILE_BYTES, "a hole would be SIGBUS when the disk is full"
     assert read(path) == heartbeat.Heartbeat()
     with pytest.raises(FileExistsError):
         heartbeat.create(path)
@@ -165,7 +165,7 @@ def test_reader_1_0_reads_current_writer(path: Path) -> None:
 def test_current_reader_of_1_0_file_reads_unknown(tmp_path: Path) -> None:
     path = tmp_path / "old"
     path.write_bytes(
-        HEADER_1_0.pack(b"ELASTICD", 1, 0, 0, 2, 42, 9, 8, 7, 1, 2, b"", 0, 0, 0).ljust(heartbeat.SIZE, b"\0")
+        HEADER_1_0.pack(b"ELASTICD", 1, 0, 0, 2, 42, 9, 8, 7, 1, 2, b"", 0, 0, 0).ljust(heartbeat.FILE_BYTES, b"\0")
     )
     seen = read(path)
     assert (seen.step, seen.progress_ns, seen.phase, seen.source) == (42, 9, Phase.STEP, StepSource.SESSION)
@@ -204,10 +204,10 @@ def test_request_reaches_worker(path: Path) -> None:
     writer = HeartbeatWriter(path)
     assert writer.request == 0
     with HeartbeatReader(path) as reader:
-        reader.request(heartbeat.STOP)
+        reader.write_request(heartbeat.STOP)
         assert writer.request == heartbeat.STOP
         assert reader.read().request == heartbeat.STOP
-        reader.request(0)
+        reader.write_request(0)
     assert writer.request == 0
 
 
@@ -308,8 +308,8 @@ def test_hook_step_equals_step(path: Path, tmp_path: Path) -> None:
 GARBAGE = {
     "empty": b"",
     "short": b"ELASTICD" + b"\0" * 100,
-    "another file": b"\x7fELF".ljust(heartbeat.SIZE, b"\1"),
-    "another major": struct.pack("<8sII", b"ELASTICD", 2, 0).ljust(heartbeat.SIZE, b"\0"),
+    "another file": b"\x7fELF".ljust(heartbeat.FILE_BYTES, b"\1"),
+    "another major": struct.pack("<8sII", b"ELASTICD", 2, 0).ljust(heartbeat.FILE_BYTES, b"\0"),
 }
 
 

@@ -15,7 +15,7 @@ from elasticd.heartbeat import record
 from tests.library.weak_memory import Store, WeakCore
 
 SEQ, STEP, PROGRESS, AT_STEP = 64, 72, 80, 232
-GROUPS_SEQ = record.SIZE - 208
+GROUPS_SEQ = record.FILE_BYTES - 208
 
 
 def steps() -> Iterator[Store]:

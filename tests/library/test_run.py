@@ -143,7 +143,7 @@ class Owner:
         """As the agent does before a change without a fault. In a collective gloo may never end a write whose
         connection breaks, see `disconnect`; the launcher would kill that rank."""
         with heartbeat.HeartbeatReader(self.folder / f"round-{self.round}" / "beat-0") as reader:
-            reader.request(heartbeat.PAUSE)
+            reader.write_request(heartbeat.PAUSE)
         wait_for(lambda: any(note.kind == "paused" for note in notes(self, 0)), "the pause")
 
     def close(self) -> None:

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.coordination.decisions import (
-    COST_SHARE,
     LONGEST_INTERVAL_S,
+    MAX_COST_SHARE,
     Action,
     Decision,
     DecisionPoints,
-    next_interval,
+    next_interval_steps,
 )
 from elasticd.coordination.store_channel import StoreChannel, default_timeout_s
 from elasticd.errors import DecisionTimeout, DirectoryInUse, ElasticdError, WireError
@@ -56,10 +56,10 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 @given(interval=st.integers(1, 100_000), step_s=st.floats(1e-6, 1e3), cost_s=st.floats(0, 1))
 def test_interval_limits_cost_and_only_doubles(interval: int, step_s: float, cost_s: float) -> None:
-    found = next_interval(interval, step_s, cost_s)
+    found = next_interval_steps(interval, step_s, cost_s)
     assert 1 <= found <= 2 * interval
     # Never further than the cost asks for, nor than a stop may wait.
-    assert found == 1 or found * step_s <= min(cost_s / COST_SHARE, LONGEST_INTERVAL_S) * 1.000001
+    assert found == 1 or found * step_s <= min(cost_s / MAX_COST_SHARE, LONGEST_INTERVAL_S) * 1.000001
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_interval_limits_cost_and_only_doubles(interval: int, step_s: float, cos
 def test_interval_settles_at_cost_share(step_s: float, cost_s: float, settled: int) -> None:
     interval = 1
     for _ in range(20):
-        interval = next_interval(interval, step_s, cost_s)
+        interval = next_interval_steps(interval, step_s, cost_s)
     assert interval == pytest.approx(settled, abs=1)
 
 

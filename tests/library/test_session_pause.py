@@ -150,7 +150,7 @@ class Agent:
 
     def request(self, request: int) -> None:
         with heartbeat.HeartbeatReader(self._beat) as reader:
-            reader.request(request)
+            reader.write_request(request)
 
     def kinds(self) -> list[str]:
         return [note.kind for note in self._notes.read()[0]]

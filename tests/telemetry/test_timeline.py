@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticd_agent.model.log_events import EVENT_TYPES, LogLine, TimeSplit, decode
 from elasticd_agent.telemetry.event_log import encode
-from elasticd_agent.telemetry.timeline import MAX_POINTS, MAX_ROUNDS, CheckpointStatus, JobTimeline, RoundStatus
+from elasticd_agent.telemetry.timeline import MAX_ROUNDS, MAX_SCALAR_POINTS, CheckpointStatus, JobTimeline, RoundStatus
 from tests.log_lines import line
 
 
@@ -190,10 +190,10 @@ def test_cost_of_a_hang_judged_elsewhere_counts_from_its_start() -> None:
 def test_numbers_of_the_script_are_bounded_and_follow_the_steps() -> None:
     logged = [line("scalars", 100.0 + n, step=n, values={"loss": 9.0 - n, "bad": None}) for n in range(1, 2000)]
     assert reported(*STARTED, *logged).scalars.keys() == {"loss"}
-    assert len(reported(*STARTED, *logged[:MAX_POINTS]).scalars["loss"]) == MAX_POINTS
+    assert len(reported(*STARTED, *logged[:MAX_SCALAR_POINTS]).scalars["loss"]) == MAX_SCALAR_POINTS
     loss = reported(*STARTED, *logged).scalars["loss"]
     steps = [step for step, _ in loss]
-    assert len(steps) <= MAX_POINTS and steps == sorted(set(steps))
+    assert len(steps) <= MAX_SCALAR_POINTS and steps == sorted(set(steps))
     assert (loss[0], loss[-1]) == ((1, 8.0), (1999, -1990.0))
     again = line("scalars", 5000.0, 2, step=900, values={"loss": 1.5})
     assert reported(*STARTED, *logged, again).scalars["loss"][-1] == (900, 1.5), "trained again from there"

@@ -107,7 +107,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
         metrics_port=parsed.metrics_port,
         metrics_addr=parsed.metrics_addr,
         quiet=parsed.quiet,
-        notices=tuple(map(parse_notice_service, parsed.preemption_notices)),
+        notice_services=tuple(map(parse_notice_service, parsed.preemption_notices)),
     )
     return RunModel(_job_spec(parsed, options, environ, cwd), policy, settings)
 

@@ -185,8 +185,8 @@ def _run(
     )
     loops.append(loop)
     membership.start()
-    if settings.notices:
-        stack.callback(_preemption_monitor(settings.notices, inbox, reporting.reporter.log).close)
+    if settings.notice_services:
+        stack.callback(_preemption_monitor(settings.notice_services, inbox, reporting.reporter.log).close)
     reporting.serve(lambda: status(spec, loop), loop, inbox.put)
     try:
         return loop.run()

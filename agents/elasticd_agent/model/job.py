@@ -303,7 +303,7 @@ class RunnerSettings:
     metrics_port: int | None = None  #: None: no metrics are served; 0: any free port
     metrics_addr: str = "127.0.0.1"
     quiet: bool = False  #: only warnings and errors
-    notices: tuple[tuple[str, str], ...] = ()  #: services that are asked for preemption notices, each with its URL
+    notice_services: tuple[tuple[str, str], ...] = ()  #: they are asked for preemption notices, each with its URL
     runtime_dir: Path | None = None  #: None: a new private directory for sockets and heartbeats, deleted at the end
 
     def __post_init__(self) -> None:

@@ -429,9 +429,9 @@ class LeaderNotice:
 
 @dataclass(frozen=True, slots=True)
 class LeadershipChanged(LeaderNotice):
-    """This agent leads the job from now on (`on`), or does not any more."""
+    """This agent leads the job from now on (`leads`), or does not any more."""
 
-    on: bool
+    leads: bool
 
 
 @dataclass(frozen=True, slots=True)

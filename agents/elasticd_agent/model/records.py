@@ -251,7 +251,7 @@ class MemberCache:
             head, _, rest = text.partition(b'"members":[{')
             body, end, tail = rest.partition(b"}]")
             try:
-                members = self._members(body, max_bytes) if end else []
+                members = self._decode_members(body, max_bytes) if end else []
                 raw = parse_json(head + b'"members":[]' + tail, max_bytes)
                 if members and isinstance(raw, dict) and raw.get("members") == []:
                     return raw | {"members": members}
@@ -259,7 +259,7 @@ class MemberCache:
                 pass  # an error names its place in the whole text
         return parse_json(text, max_bytes)
 
-    def _members(self, body: bytes, max_bytes: int) -> list[Member]:
+    def _decode_members(self, body: bytes, max_bytes: int) -> list[Member]:
         """Raises ValueError, WireError; empty where the texts may not be those of members."""
         texts = body.split(b"},{")
         new = [text for text in texts if text not in self._by_text]

@@ -24,7 +24,7 @@ MAX_CONNECTIONS = 16
 """Prometheus, two probes and a person fit many times; a leak in a prober must not cost the agent memory."""
 CONNECTION_TIMEOUT_S = 10.0
 """Prometheus' own default scrape timeout: a scrape that still waits is never cut."""
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MonitoringPages:
     def handlers(self) -> dict[str, RouteHandler]:
         """The handlers of a RouteTable."""
         return {
-            "GET /metrics": lambda request: HttpResponse(200, self.metrics(), METRICS_TYPE),
+            "GET /metrics": lambda request: HttpResponse(200, self.metrics(), METRICS_CONTENT_TYPE),
             "GET /healthz": lambda request: _probe_response(self.healthy()),
             "GET /readyz": lambda request: _probe_response(self.ready()),
             "GET /status": lambda request: json_response(self.status()),

@@ -99,7 +99,7 @@ class _NodeLog:
     timed_until: float = 0.0  #: of the newest line that was timed
     seen_split: TimeSplit = field(default_factory=TimeSplit)
     workers: int = 0
-    unweighed: WorkerTime = field(default_factory=WorkerTime)  #: before its first workers
+    time_before_workers: WorkerTime = field(default_factory=WorkerTime)
     time: WorkerTime = field(default_factory=WorkerTime)
     fault: _Fault | None = None  #: the newest one
     failed: bool = False  #: a failure was logged, and no round yet after it
@@ -230,12 +230,12 @@ class Report:
         if isinstance(line.event, events.GroupStartedEvent):
             log.workers = len(line.event.ranks)
         if not log.workers:
-            log.unweighed.add(grown)
+            log.time_before_workers.add(grown)
             return
         weighed = WorkerTime()
         weighed.add(grown, before or log.workers)
-        weighed.add(log.unweighed, log.workers)
-        log.unweighed = WorkerTime()
+        weighed.add(log.time_before_workers, log.workers)
+        log.time_before_workers = WorkerTime()
         log.time.add(weighed)
         self._jobs[line.job].time.add(weighed)
         self._nodes.setdefault(line.node, WorkerTime()).add(weighed)

@@ -30,9 +30,9 @@ PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
 """Causes of rounds that follow no fault."""
 MAX_ROUNDS = 1000
 """The newest rounds are kept; sums cover all."""
-MAX_POINTS = 512
+MAX_SCALAR_POINTS = 512
 """The points of a number that the script logs; of more, every second one is dropped."""
-MAX_NAME_CHARS = 64
+MAX_SCALAR_NAME_CHARS = 64
 LATE_LINE_S = 60.0
 """A line of an event that a worker reports late has the time of the event."""
 
@@ -271,11 +271,11 @@ class JobTimeline:
         for name, value in list(event.values.items())[:MAX_SCALARS]:
             if value is None or (name not in self.scalars and len(self.scalars) >= MAX_SCALARS):
                 continue
-            points = self.scalars.setdefault(name[:MAX_NAME_CHARS], [])
+            points = self.scalars.setdefault(name[:MAX_SCALAR_NAME_CHARS], [])
             while points and points[-1][0] >= event.step:
                 points.pop()
             points.append((event.step, value))
-            if len(points) > MAX_POINTS:
+            if len(points) > MAX_SCALAR_POINTS:
                 del points[1:-1:2]  # the first and the newest stay
 
     def _on_step(self, number: int, step: int | None) -> None:

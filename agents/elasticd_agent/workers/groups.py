@@ -137,7 +137,7 @@ def write_request(path: str, request: int) -> None:
     """Write STOP, PAUSE or 0."""
     try:
         with HeartbeatReader(path) as reader:
-            reader.request(request)
+            reader.write_request(request)
     except (OSError, WireError):
         pass  # the signal that follows STOP is enough
 
