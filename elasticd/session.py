@@ -256,7 +256,7 @@ class Session:
         Where that has loaded nothing, a call after the first step is a warning.
         """
         objects, own = (
-            {name: training_state.attachable(name, obj) for name, obj in by_name.items()}
+            {name: training_state.as_attachable(name, obj) for name, obj in by_name.items()}
             for by_name in (objects, per_rank or {})
         )
         every = [*objects.items(), *own.items()]
@@ -439,7 +439,7 @@ class Session:
             return
         if not self._stepped:
             self._on_first_step()
-        self._omissions.at_step()
+        self._omissions.check_at_step()
         if self._donor is not None:
             self._donor.begin_commit()
         for obj in self._committing:
@@ -508,7 +508,7 @@ class Session:
             )
             self._thread = threading.get_ident()
             # Where a rank is alone, a hang is its own, and may hold up what would save.
-            known["saves_at_faults"] = self._donor.can_save and self.world_size > 1
+            known["saves_at_faults"] = self._donor.can_save_state and self.world_size > 1
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
 
     def _begin_donor(self) -> Donor:
@@ -809,7 +809,7 @@ class Session:
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._launch.raise_if_changed()
         self._optimized = True
-        self._saver.rank_state.stepped.add(id(optimizer))
+        self._saver.compared_state.stepped.add(id(optimizer))
         if self._between_steps is not None and not self._between_steps.has_begun:
             self._on_step_begin(is_certain=False)
 
@@ -897,7 +897,7 @@ class Session:
         """The processes that stay can have the state in a pause, and no checkpoint is due."""
         if not (self._pauses.all_stay and self._entry is not None and self._launch.is_connected) or self._due:
             return False
-        return self._donor is not None and self._donor.can_hold and not self._is_put_off
+        return self._donor is not None and self._donor.can_hold_state and not self._is_put_off
 
     def _stop_reason(self) -> Reason:
         self._launch.raise_if_changed()

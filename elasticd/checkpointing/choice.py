@@ -313,7 +313,7 @@ class Chooser:
         """The last round has trained past the state that it resumed from."""
         if newest is None or newest.key[0] < highest_round(self._directory):
             return False
-        if newest.adopted or newest.draft.relinked:
+        if newest.adopting_round or newest.draft.relinked:
             return False
         return newest.draft.parent is None or newest.draft.step > newest.draft.parent[1]
 

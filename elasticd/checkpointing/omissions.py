@@ -103,7 +103,7 @@ class Omissions:
             )
         self._counts = {}
 
-    def at_step(self) -> None:
+    def check_at_step(self) -> None:
         """At the beginning of each `session.step()`. Raises UsageError."""
         number, self._steps = self._steps, self._steps + 1
         stepped, self._stepped = self._stepped, {}

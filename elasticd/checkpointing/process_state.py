@@ -59,7 +59,7 @@ class ProcessState:
             assert self._held is not None
             layout = self._held.layout
             self._spans = [(offset, storage.nbytes()) for offset, storage in layout.shared_storages]
-            data = json.dumps(self._spans).encode() + b"\n" + layout.pack_own()
+            data = json.dumps(self._spans).encode() + b"\n" + layout.pack_unshared()
         spans, _, packed = self._broadcast(data, choice.holder_ranks[0]).partition(b"\n")
         self._spans = [(offset, size) for offset, size in json.loads(spans)]
         self._opened.fd = os.memfd_create("elasticd-process", os.MFD_CLOEXEC)

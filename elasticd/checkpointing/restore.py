@@ -168,7 +168,7 @@ class Restore:
     def resume(self) -> Resumed | None:
         choice = self._choose()
         if choice is None:
-            if self._context.group.rank == 0 and (repeated := self._repeated_sentences(0)):
+            if self._context.group.rank == 0 and (repeated := self._lost_steps_notes(0)):
                 self._chooser.report(f"there is no checkpoint yet: {repeated[0]}", None)
             return None
         notes: list[str] = []
@@ -182,7 +182,7 @@ class Restore:
         self._context.parent = choice.manifest.trained_as
         if self._context.group.rank == 0:
             self._report_resumed(choice, resumed, donor)
-        self._make_own(choice)
+        self._take_ownership(choice)
         return resumed
 
     # --- the choice ---------------------------------------------------------------------------------------------------
@@ -491,13 +491,13 @@ class Restore:
             where += ", in memory"
         if choice.in_processes:
             where += f", in the processes of rank {', '.join(map(str, choice.holder_ranks))}"
-        reason = "; ".join([where, *self._repeated_sentences(resumed.step), *resumed.notes])
+        reason = "; ".join([where, *self._lost_steps_notes(resumed.step), *resumed.notes])
         path = str(self._directory / choice.name)
         self._context.events.write("resumed", reason, resumed.step, path=path, **origin)
         for note in resumed.notes:
             logger.warning("%s: %s", where, note)
 
-    def _make_own(self, choice: Choice) -> None:
+    def _take_ownership(self, choice: Choice) -> None:
         """Make the state this round's first, so that what older rounds write later is not loaded."""
         try:
             if self._chooser.entry is not None:
@@ -530,7 +530,7 @@ class Restore:
             )
             writer.adopt(choice.key, ours.draft.relinked_to(context.round), task)
 
-    def _repeated_sentences(self, step: int) -> list[str]:
+    def _lost_steps_notes(self, step: int) -> Notes:
         """Sentences, on rank 0, about what the round before has trained, as far as this node knows, and is lost."""
         round = self._context.environment.round - 1
         if self._goes_back or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:

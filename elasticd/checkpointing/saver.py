@@ -43,7 +43,7 @@ from elasticd.checkpointing.context import SaveContext, SaveInterval, cursor_of
 from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.state import rank_differences, sharded, training_state
-from elasticd.checkpointing.state.rank_differences import RankState
+from elasticd.checkpointing.state.rank_differences import ComparedState
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.training_state import RandomState, StateDict
 from elasticd.checkpointing.storage.lineage import highest_round, lineage
@@ -81,7 +81,7 @@ class Saver:
         self.context = context
         self.saved_step: int | None = None
         """The newest step that every rank knows to be on the disk: that of the last save which was waited for."""
-        self.rank_state = RankState()
+        self.compared_state = ComparedState()
         self._writes = DirectoryWrites(context)
         self._whole = WholeSaver(context, self._writes)
         self._shards: ShardedSaver | None = None
@@ -115,7 +115,7 @@ class Saver:
         context.round, context.directory = opened["round"], path
         if context.writer is not None:
             context.writer.make_task_at_end = context.write_task_at_end
-            context.writer.before_successor = self._writes.report_lost
+            context.writer.before_successor = self._writes.report_if_lost
         return path
 
     def _lock_and_find_round(self, path: Path) -> int:
@@ -212,7 +212,7 @@ class Saver:
         context, rank = self.context, self.context.group.rank
         own = {name: obj.state_dict() for name, obj in context.per_rank.items()}
         check_loadable(own)
-        digests = self.rank_state.describe(attached, in_shards, context.group.world_size, step, not self._accepted)
+        digests = self.compared_state.describe(attached, in_shards, context.group.world_size, step, not self._accepted)
         mine = training_state.to_bytes(
             [random_state or training_state.random_state(context.group.device), own, digests]
         )
@@ -248,14 +248,14 @@ class Saver:
             check_loadable(content())
             different = differences()
             if context.parent is None and (
-                errors := [difference.what for difference in different if difference.is_error]
+                errors := [difference.sentence for difference in different if difference.is_error]
             ):
                 raise StateDiffers(errors[0])
-            return {difference.name: difference.what for difference in different}
+            return {difference.name: difference.sentence for difference in different}
 
         if self._accepted:
             self._report_differences(
-                {difference.name: difference.what for difference in differences()} if every_rank else {}, step
+                {difference.name: difference.sentence for difference in differences()} if every_rank else {}, step
             )
             return
         what = f"whether the state of step {step} can be loaded again"

@@ -143,7 +143,7 @@ class ShardedSaver:
         assert self._plan is not None
         token, is_lost = None, False
         try:
-            token = self._copy(draft, self._plan, layout, why, start)
+            token = self._copy_into_memory(draft, self._plan, layout, why, start)
         except OSError as error:
             self._report_lost_part(draft, error)
             is_lost = True
@@ -195,7 +195,9 @@ class ShardedSaver:
         except (OSError, SnapshotRefused):
             return False
 
-    def _copy(self, draft: Manifest, plan: ShardPlan, layout: Layout | None, why: str, start: float) -> str | None:
+    def _copy_into_memory(
+        self, draft: Manifest, plan: ShardPlan, layout: Layout | None, why: str, start: float
+    ) -> str | None:
         """Copy this rank's part into its node's memory.
 
         Returns None, or a token for `_write_now` where a node takes no copy. Raises OSError if the writer ends

@@ -90,16 +90,16 @@ class WholeSaver:
 
         def own() -> bytes:
             header = json.dumps({"draft": draft.to_json().decode(), "digest": layout.shared_digest})
-            packed = layout.pack_own(MOST_SENT_BYTES)
+            packed = layout.pack_unshared(MOST_SENT_BYTES)
             return header.encode() + b"\n" + packed if packed else b""
 
         if context.group.rank == 0:
             self._send_rank0_part(own)
-            return draft, layout.copy_own
+            return draft, layout.copy_unshared
         writer = context.writer
         if writer is None or writer.is_first_node:
-            return draft, layout.copy_own
-        if layout.own_bytes > MOST_SENT_BYTES:
+            return draft, layout.copy_unshared
+        if layout.unshared_bytes > MOST_SENT_BYTES:
             self._keeps_copies = False
             why = f"more than {MOST_SENT_BYTES >> 20} MB of it are not equal on all ranks"
             self._report_no_copy(writer, why, draft.step)
@@ -116,14 +116,14 @@ class WholeSaver:
                 return sent_draft, lambda fd: write_packed(fd, packed)
             self._report_no_copy(writer, "its shape differs from rank 0's", draft.step)
             context.writer = None
-        return draft, layout.copy_own
+        return draft, layout.copy_unshared
 
     def _report_no_copy(self, writer: WriterClient, why: str, step: int) -> None:
         if writer.share == 0:
             self._context.report(f"this node keeps no copy of the state in memory: {why}", step)
 
     def _copy_share(
-        self, draft: Manifest, copy_own: Callable[[int], None], layout: Layout, why: str, start: float
+        self, draft: Manifest, copy_unshared: Callable[[int], None], layout: Layout, why: str, start: float
     ) -> bool:
         """Copy this rank's share into the writer's memory; False where rank 0 has to write the checkpoint itself."""
         context = self._context
@@ -135,13 +135,13 @@ class WholeSaver:
 
         try:
             context.writer.copy_share(
-                draft, context.save_count, layout, copy_own, task if context.group.rank == 0 else None
+                draft, context.save_count, layout, copy_unshared, task if context.group.rank == 0 else None
             )
         except (OSError, SnapshotRefused) as error:
             refusal = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
             self._writes.report_refusal(refusal, draft.step)
             if isinstance(error, OSError):
-                self._writes.report_lost()
+                self._writes.report_if_lost()
             return False
         self._writes.expect_write(draft.step)
         return True

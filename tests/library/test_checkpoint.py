@@ -270,7 +270,7 @@ def test_lineage_skips_damaged_checkpoint(tmp_path: Path, kind: str) -> None:
 
 def test_manifest_that_cannot_be_read_may_be_read_later(tmp_path: Path) -> None:
     unreadable = manifest.read(tmp_path / ("n" * 300))
-    assert unreadable == Unreadable("manifest.json cannot be read: File name too long", permanent=False)
+    assert unreadable == Unreadable("manifest.json cannot be read: File name too long", is_permanent=False)
     assert manifest.read(tmp_path) == Unreadable("manifest.json is missing")
 
 

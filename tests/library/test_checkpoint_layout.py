@@ -31,9 +31,9 @@ def filled(layout: Layout, shares: int, packed: bool) -> int:
     for share in range(shares):
         layout.copy_shared(functools.partial(write_at, fd), share, shares)
     if packed:
-        write_packed(fd, layout.pack_own(1 << 30))
+        write_packed(fd, layout.pack_unshared(1 << 30))
     else:
-        layout.copy_own(fd)
+        layout.copy_unshared(fd)
     os.ftruncate(fd, layout.bytes)
     return fd
 
@@ -117,5 +117,5 @@ def test_objects_without_a_stable_order_do_not_differ() -> None:
 
 def test_large_own_part_is_not_packed() -> None:
     layout = Layout({"w": WEIGHT})
-    _, _, content = layout.pack_own().partition(b"\n")
-    assert layout.pack_own(len(content)) and layout.pack_own(len(content) - 1) == b""
+    _, _, content = layout.pack_unshared().partition(b"\n")
+    assert layout.pack_unshared(len(content)) and layout.pack_unshared(len(content) - 1) == b""

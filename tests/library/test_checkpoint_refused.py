@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from elasticd.checkpointing.state import training_state as states
-from elasticd.checkpointing.state.rank_differences import RankState
+from elasticd.checkpointing.state.rank_differences import ComparedState
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.errors import CheckpointRefused
 from tests.library import checkpoints
@@ -305,7 +305,7 @@ def test_state_that_contains_itself_is_refused_with_the_reason_and_not_by_its_di
     content: dict[str, Any] = {}
     kept.state = content
     content["itself"] = content
-    assert RankState().describe({"kept": kept}, {}, 2, 1, True)[0] == {}
+    assert ComparedState().describe({"kept": kept}, {}, 2, 1, True)[0] == {}
     with pytest.raises(CheckpointRefused, match=r"kept\.itself contains itself"):
         check_loadable(states.collect_states({"kept": kept}))
 

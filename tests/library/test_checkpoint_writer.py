@@ -75,7 +75,7 @@ class Saves:
     def copy(self, rank: WriterClient, step: int, size: int = SIZE, round: int = 1) -> None:
         layout = self.layout(step, size)
         task = self.task if rank.share == 0 else None
-        rank.copy_share(self.draft(layout, step, round), self.number, layout, layout.copy_own, task)
+        rank.copy_share(self.draft(layout, step, round), self.number, layout, layout.copy_unshared, task)
 
     def save(self, step: int, size: int = SIZE, round: int = 1) -> None:
         self.number += 1
@@ -164,7 +164,7 @@ def test_rank_killed_during_its_copy(saves: Saves, dies: int, moment: str) -> No
     fd, _ = saves.ranks[dies].borrow_buffer(saves.draft(layout, 2), saves.number, dies, 2, layout.shared_digest)
     if moment == "between copy and report":
         layout.copy_shared(functools.partial(write_at, fd), dies, 2)
-        layout.copy_own(fd)
+        layout.copy_unshared(fd)
     os.close(fd)
     saves.ranks[dies].close()
     saves.copy(saves.ranks[1 - dies], 2)
@@ -477,7 +477,7 @@ def test_state_too_large_for_memory_is_refused_with_figures(saves: Saves) -> Non
     layout = saves.layout(1)
     draft = replace(saves.draft(layout, 1), bytes=1 << 50)
     with pytest.raises(SnapshotRefused, match=r"two copies of a state of \d+ MB take \d+ MB more, and \d+ MB are left"):
-        saves.ranks[0].copy_share(draft, 1, layout, layout.copy_own, saves.task)
+        saves.ranks[0].copy_share(draft, 1, layout, layout.copy_unshared, saves.task)
     saves.number = 1
     saves.save(2)
     assert saves.wait()["saved"]
@@ -563,7 +563,7 @@ def copy_at_fault(
     fd, _ = rank.borrow_buffer(draft, number, 0, 1, layout.shared_digest)
     assert saves.held() == before
     layout.copy_shared(functools.partial(write_at, fd), 0, 1)
-    layout.copy_own(fd)
+    layout.copy_unshared(fd)
     os.close(fd)
     rank.report_copied(draft, number, 0, task)
 

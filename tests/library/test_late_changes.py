@@ -79,7 +79,7 @@ def test_change_is_found_by_name(change: str) -> None:
     changes.commit()
     act, names = CHANGES[change]
     act(attached)
-    assert changes.find() == names
+    assert changes.find_changed() == names
 
 
 def test_weights_that_were_averages_during_an_evaluation_are_not_changed() -> None:
@@ -104,7 +104,7 @@ def test_object_that_copies_its_tensors_into_each_state_is_not_changed_by_that()
     changes = LateChanges({"meter": own})
     changes.commit()
     kept = [own.state_dict() for _ in range(3)]
-    assert changes.find() == []
+    assert changes.find_changed() == []
     assert len(kept) == 3
 
 
@@ -116,7 +116,7 @@ def test_state_of_a_frameworks_loop_is_not_looked_at() -> None:
     changes.commit()
     own.state["count"] = 1
     attached["optimizer"].param_groups[0]["lr"] = 0.5
-    assert changes.find() == []
+    assert changes.find_changed() == []
 
 
 class Donor:

@@ -17,8 +17,8 @@ from elasticd.checkpointing.state.rank_differences import (
     DIGEST_TRIALS,
     LONGEST_DIGEST_S,
     MOST_SAMPLED_PARAMETERS,
+    ComparedState,
     Difference,
-    RankState,
     find_differences,
 )
 
@@ -33,7 +33,7 @@ class Ranks:
         self, module: nn.Module, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **more: Any
     ) -> None:
         self.attached: list[Attached] = []
-        self._states = [RankState(), RankState()]
+        self._states = [ComparedState(), ComparedState()]
         for each in self._states:
             model = copy.deepcopy(module)
             optimizer = make(model.parameters(), lr=0.01)
@@ -72,8 +72,8 @@ def test_parameters_that_differ(saves: int) -> None:
         ranks.attached[1]["model"].weight[1] += 0.01
     (found,) = ranks.save()
     assert (found.name, found.is_error) == ("model", True)
-    assert found.what.startswith("the parameters of model on rank 1 differ from rank 0's, which alone are saved.")
-    assert DDP in found.what
+    assert found.sentence.startswith("the parameters of model on rank 1 differ from rank 0's, which alone are saved.")
+    assert DDP in found.sentence
 
 
 def test_each_parameter_of_a_large_module_is_seen() -> None:
@@ -196,7 +196,7 @@ def test_number_in_the_state_of_an_optimizer() -> None:
     kept["prev_loss"] = 2.0
     (found,) = ranks.save()
     assert not found.is_error
-    assert found.what.startswith("prev_loss in the state of optimizer on rank 1 differs from rank 0's")
+    assert found.sentence.startswith("prev_loss in the state of optimizer on rank 1 differs from rank 0's")
 
 
 def test_counts_and_other_values_of_an_optimizer() -> None:
@@ -205,7 +205,7 @@ def test_counts_and_other_values_of_an_optimizer() -> None:
     optimizer.state[ranks.attached[1]["model"].bias]["count"] = 3
     optimizer.state["trust"] = 0.5
     (found,) = ranks.save()
-    assert found.what.startswith("trust, count in the state of optimizer on rank 1 differs")
+    assert found.sentence.startswith("trust, count in the state of optimizer on rank 1 differs")
 
 
 def test_order_in_which_an_optimizer_has_come_to_its_parameters_does_not_count() -> None:
@@ -225,7 +225,7 @@ def test_small_object_that_differs_from_some_save_on() -> None:
     ranks.attached[1]["counter"].values["value"] = 2
     (found,) = ranks.save()
     assert (found.name, found.is_error) == ("counter", True)
-    assert "per_rank={'counter': ...}" in found.what
+    assert "per_rank={'counter': ...}" in found.sentence
 
 
 def test_object_that_rank_0_alone_has() -> None:

@@ -92,8 +92,8 @@ def test_mistake_is_one_sentence_at_the_first_call(start: Any, tmp_path: Path, m
 def test_engine_of_another_package_is_refused(module: str) -> None:
     kind = type("Engine", (torch.nn.Module,), {"__module__": module})
     with pytest.raises(UsageError, match=f"Own is {module.partition('.')[0]}'s, which keeps a part of the state on"):
-        training_state.attachable("model", type("Own", (kind,), {})())
-    training_state.attachable("model", torch.nn.Linear(1, 1))
+        training_state.as_attachable("model", type("Own", (kind,), {})())
+    training_state.as_attachable("model", torch.nn.Linear(1, 1))
 
 
 def test_unshared_directory_is_refused(start: Any, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_what_is_not_sharded_is_compared() -> None:
     after = sharded.unsharded_digests(attached, 2)
     assert [key for key in before if before[key] != after[key]] == ["optimizer.state.1.bias.exp_avg"]
     (difference,) = rank_differences.find_differences([[{}, each, {}] for each in (before, before, after)])
-    assert difference.what.startswith("optimizer.state.1.bias.exp_avg is not sharded, and on rank 2 it differs")
+    assert difference.sentence.startswith("optimizer.state.1.bias.exp_avg is not sharded, and on rank 2 it differs")
     assert not list(rank_differences.find_differences([[{}, before, {}]] * 2))
 
 

@@ -258,7 +258,7 @@ def test_commit_that_is_made_again_has_what_was_drawn_and_keeps_the_one_before(
     record.replace_commit(2)
     record.mark_next_step_begun()
     again, before = (step_record.read(path, step, [buffer]) for step in (2, 1))
-    assert (again.is_next_begun, again.is_replaced, before.is_next_begun, before.is_replaced) == (
+    assert (again.is_next_begun, again.has_late_changes, before.is_next_begun, before.has_late_changes) == (
         True,
         True,
         False,
@@ -269,7 +269,7 @@ def test_commit_that_is_made_again_has_what_was_drawn_and_keeps_the_one_before(
     assert not record.has_drawn()
     record.commit(3)
     newest = step_record.read(path, 3, [buffer])
-    assert newest is not None and not newest.is_next_begun and not newest.is_replaced
+    assert newest is not None and not newest.is_next_begun and not newest.has_late_changes
 
 
 def test_a_slot_that_is_being_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,18 +68,18 @@ def test_garbage_collection_is_afterwards_as_it_was(enabled: bool) -> None:
 def test_objects_without_a_state_are_refused() -> None:
     half = type("Half", (), {"state_dict": dict})()
     with pytest.raises(UsageError, match=r"attach\(x=...\): Half has no load_state_dict\(\)\. What the script changes"):
-        training_state.attachable("x", half)
+        training_state.as_attachable("x", half)
     with pytest.raises(UsageError, match=r"object has no state_dict\(\) and no load_state_dict\(\)\."):
-        training_state.attachable("x", object())
+        training_state.as_attachable("x", object())
     with pytest.raises(UsageError, match=r"attach\(elasticd=...\): that name is elasticd's own part"):
-        training_state.attachable("elasticd", Kept())
+        training_state.as_attachable("elasticd", Kept())
     kept = Kept()
-    assert training_state.attachable("x", kept) is kept
+    assert training_state.as_attachable("x", kept) is kept
 
 
 def test_generator_is_attached_by_its_state() -> None:
     generator = torch.Generator()
-    attached = training_state.attachable("it", generator)
+    attached = training_state.as_attachable("it", generator)
     saved = attached.state_dict()
     drawn = torch.rand(3, generator=generator).tolist()
     attached.load_state_dict(saved)

@@ -111,7 +111,7 @@ def test_writer_lends_the_memory_with_the_state_that_is_alike(tmp_path: Path) ->
         draft = saves.draft(layout, 7)
         held, chosen = (donated_number(7, rank) for rank in (2, 0))
         fd, _ = rank.borrow_buffer(draft, held, 0, 1, "")
-        layout.copy_own(fd)
+        layout.copy_unshared(fd)
         layout.copy_shared(lambda at, data: os.pwrite(fd, data, at), 0, 1)
         rank.report_copied(draft, held, 0)
         assert saves.held() == 7

@@ -99,7 +99,7 @@ class CommittedState:
         self.copies = None if device is None else device_copy.GpuCopies(device)
         """Copies from the rank's GPU, for the thread that saves."""
 
-    def close(self) -> None:
+    def remove_hooks(self) -> None:
         for hook in (*self._hooks, *self._more_hooks.values()):
             hook.remove()
         self._more_hooks.clear()
@@ -236,7 +236,7 @@ class CommittedState:
         if scaler_skipped:
             self._fingerprint.recollect_at_next_commit()
         objects = self._copy_small_state()
-        digest = self._digest_unlike(objects) if self._unlike else b""
+        digest = self._unlike_objects_digest(objects) if self._unlike else b""
         looks = self._must_look or self.commits & (self.commits - 1) == 0
         sizes = [len(group["params"]) for groups in objects[1] for group in groups]
         if (looks or sizes != self._sizes) and (why := self._watch_again()):
@@ -272,7 +272,7 @@ class CommittedState:
         """Replace the last commit: the script has changed something before the next step begins."""
         objects = self._copy_small_state()
         with contextlib.suppress(step_record.OtherBuffers):  # found at the next commit
-            self._record.replace_commit(step, self._digest_unlike(objects) if self._unlike else b"")
+            self._record.replace_commit(step, self._unlike_objects_digest(objects) if self._unlike else b"")
         self._ring.last.small_state = objects
         self._whole = None
         if self.are_tensors_changed():
@@ -288,7 +288,7 @@ class CommittedState:
         small = [pickle.dumps(state_of(), pickle.HIGHEST_PROTOCOL) for state_of in self._states]
         return small, [[group.copy() for group in optimizer.param_groups] for optimizer in self.optimizers]
 
-    def _digest_unlike(self, small_state: _SmallState) -> bytes:
+    def _unlike_objects_digest(self, small_state: _SmallState) -> bytes:
         return hashlib.blake2b(b"".join([small_state[0][index] for index in self._unlike]), digest_size=16).digest()
 
     # --- at a fault ---------------------------------------------------------------------------------------------------
@@ -421,7 +421,10 @@ class CommittedState:
             )
         # A record from before such a change, and one from after it, are no state of all ranks.
         both = [(record.committed, mine.committed) for record in ranks if record.committed is not None]
-        if any((b.is_replaced and not a.is_next_begun) or (a.is_replaced and not b.is_next_begun) for a, b in both):
+        if any(
+            (b.has_late_changes and not a.is_next_begun) or (a.has_late_changes and not b.is_next_begun)
+            for a, b in both
+        ):
             raise CheckpointError(
                 f"a rank had not begun the step after {step}, before which the script changes something"
             )
@@ -475,7 +478,7 @@ class RankRecord:
     @property
     def draws(self) -> RankDraws:
         assert self.committed is not None
-        last, *before = self.previous
+        last, *before = self.previous_records
         digests = tuple(map(_generator_digests, (self.committed, self.expected, *before)))
         return RankDraws(self._rank, last, digests, self.committed.random_state)
 
@@ -493,14 +496,14 @@ class RankRecord:
         )
 
     @functools.cached_property
-    def previous(self) -> tuple[int, RecordedStep | None, RecordedStep | None]:
+    def previous_records(self) -> tuple[int, RecordedStep | None, RecordedStep | None]:
         """The last step that it has finished before, 0 for none; as `committed` and `expected`."""
         last = max((earlier for earlier in step_record.committed_steps(self._path) if earlier < self._step), default=0)
         return last, *(self._read(last) if last else (None, None))
 
     def _likely_state(self, others: Sequence[RankDraws]) -> RandomState | None:
         """The random state that this rank, which is dead, would have had at the commit; None if that is not known."""
-        of = self.expected or self.previous[1]
+        of = self.expected or self.previous_records[1]
         likely = (
             {kind: self._likely_generator_state(kind, others) for kind in of.random_state} if of is not None else {}
         )
@@ -510,7 +513,7 @@ class RankRecord:
         """The state of one generator: that of a rank where it was in the same state until then, or what was expected,
         if this rank draws none after the backward pass.
         """
-        last, *records = self.previous
+        last, *records = self.previous_records
         committed_before, expected_before, expected = map(_generator_digests, (*records, self.expected))
         drew_none = _is_same_state(kind, committed_before, expected_before)
         as_expected = True

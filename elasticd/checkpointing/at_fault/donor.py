@@ -100,7 +100,7 @@ there."""
 STEP_BEGIN_WAIT_S = 0.1
 """The wait for a rank that is about to begin a step; its script may do something long before that, such as an
 evaluation."""
-LAUNCHER_WAIT_S = 5.0
+KILL_WAIT_S = 5.0
 """The wait for the launcher to kill or unwind this rank, which it does at once."""
 OTHER_COPY_WAIT_S = 5.0
 """The wait for another rank that copies the same step: the launcher waits for all."""
@@ -203,7 +203,7 @@ class Donor:
         self._unsaved: tuple[int, str] | None = None
         """Step and reason of the last report."""
         self._hooks: list[Any] = []
-        self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
+        self._thread = threading.Thread(target=self._serve_requests, name="elasticd-donor", daemon=True)
         self._why = ""
         try:
             parameters = averaged_parameters(attached, context.group.world_size)
@@ -359,12 +359,12 @@ class Donor:
             self._context.events.write("message", reason, None, saves_at_faults=False)
 
     @property
-    def can_save(self) -> bool:
+    def can_save_state(self) -> bool:
         """At a fault, as far as is known now."""
         return not self._why
 
     @property
-    def can_hold(self) -> bool:
+    def can_hold_state(self) -> bool:
         """The state of the last commit, in this process, as far as is known now."""
         return not self._why and self._step > 0 and self._can_stay_in_objects()
 
@@ -385,7 +385,7 @@ class Donor:
 
     # --- at a fault ---------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve_requests(self) -> None:
         """The thread: to each request one answer, when the state is saved or cannot be.
 
         When the writer has ended, connecting again starts another one, which finds the states in the same memory.
@@ -543,7 +543,7 @@ class Donor:
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            self._committed.close()
+            self._committed.remove_hooks()
         self._hooks = []
 
     # --- while this process goes to the next round --------------------------------------------------------------------
@@ -620,7 +620,7 @@ class Donor:
             if ends_next and (self.held is not None or self._saved):
                 with contextlib.suppress(OSError):
                     self._send_answer()
-                self._launch.changed.wait(LAUNCHER_WAIT_S)
+                self._launch.changed.wait(KILL_WAIT_S)
             self._lock.release()
 
     def _lock_after_own_copy(self) -> bool:
@@ -683,7 +683,7 @@ class Donor:
 
         try:
             state.layout.copy_shared(write, 0, 1)
-            state.layout.copy_own(fd)
+            state.layout.copy_unshared(fd)
         finally:
             os.close(fd)
         if not self._left_with:

@@ -168,7 +168,7 @@ def _no_replicated_optimizer(rank: _Rank) -> Reason:
 
 def _state_made_at_saves(rank: _Rank) -> Reason:
     """The rule for objects whose state the script makes in hooks that are called at saves."""
-    names = (name for name, obj in rank.attached.items() if getattr(obj, training_state.ONLY_AT_SAVES, False))
+    names = (name for name, obj in rank.attached.items() if getattr(obj, training_state.ONLY_AT_SAVES_ATTRIBUTE, False))
     return next(
         (f"the state of {name} is made by the script's hooks, which are called at saves only" for name in names), ""
     )
@@ -312,6 +312,6 @@ def is_alike_on_ranks(obj: Any) -> bool:
         return not isinstance(obj, ReduceLROnPlateau)
     if (parallel := training_state.find_ddp(obj)) is not None:
         return not parallel.parameters_to_ignore
-    if getattr(obj, training_state.RANK_INDEPENDENT, False):
+    if getattr(obj, training_state.RANK_INDEPENDENT_ATTRIBUTE, False):
         return True
     return isinstance(obj, (AveragedModel, ElasticBatchSampler, GradScaler, Optimizer))

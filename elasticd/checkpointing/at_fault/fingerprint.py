@@ -79,7 +79,7 @@ class Fingerprint:
             self._sample_sum += commits * self._sample_growth
         else:
             self.revision += 1
-            if not self._learn_growth(now, grown):
+            if not self._try_learn_growth(now, grown):
                 self._collect_tensors()
                 return
         self._counters, self._commits = now, 0
@@ -89,7 +89,7 @@ class Fingerprint:
         # Odd numbers: what changes at every second commit is found to be irregular.
         self._interval = min(2 * self._interval + 1, int(len(now) * COMPARE_COUNTER_S / self._budget_s) | 1)
 
-    def _learn_growth(self, now: list[int], grown: list[int]) -> bool:
+    def _try_learn_growth(self, now: list[int], grown: list[int]) -> bool:
         """Learn how counters grow that have not grown as before; False if that is to be found anew for all of them."""
         growth = [count // self._commits for count in grown]
         before = self._growth or growth

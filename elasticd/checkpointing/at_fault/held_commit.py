@@ -43,7 +43,7 @@ class HeldCommit:
     @property
     def digest(self) -> str:
         """A digest of samples of the large tensors and of all small ones."""
-        return f"{self.layout.shared_digest} {self.layout.own_checksum}"
+        return f"{self.layout.shared_digest} {self.layout.unshared_checksum}"
 
     def to_message(self) -> Message:
         """The word for `held_states`, on rank 0."""

@@ -76,7 +76,7 @@ class BetweenSteps:
 
     def is_changed(self) -> bool:
         """Since the last commit or save."""
-        return bool(self._changes.find())
+        return bool(self._changes.find_changed())
 
     @property
     def random_state(self) -> RandomState | None:
@@ -90,7 +90,7 @@ class BetweenSteps:
         checkpoint would hold the last change.
         """
         self.has_begun = True
-        changed = self._changes.find()
+        changed = self._changes.find_changed()
         self.changed = [name for name in changed if is_certain or name in self._changes.untrained]
         if is_certain and self._donor.commit_late_changes(
             bool(changed) or self._changes.has_counted_changes(), self._ends_epoch
@@ -160,12 +160,12 @@ class LateChanges:
     def commit(self) -> None:
         """The state is that of a step."""
         if self._count == LOOKS_AT_SLOW_OBJECTS:
-            self._drop_slow()
+            self._drop_slow_readers()
         self._kept = {name: read_state() for name, read_state in self._looks.items()}
         self._counters = [tensor._version for tensor in self._sample]
         self._count += 1
 
-    def find(self) -> list[str]:
+    def find_changed(self) -> list[str]:
         """The names of what has changed since."""
         return [name for name, before in self._kept.items() if self._looks[name]() != before]
 
@@ -185,7 +185,7 @@ class LateChanges:
         counted = list(map(local_part, sample))
         return (lambda: [tensor._version for tensor in counted]) if counted else None
 
-    def _drop_slow(self) -> None:
+    def _drop_slow_readers(self) -> None:
         for name in self._own & self._looks.keys():
             start = time.perf_counter()
             self._looks[name]()

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from elasticd.checkpointing.at_fault import step_record
+from elasticd.checkpointing.memory.buffers import SaveKey
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import RandomState
 
@@ -45,7 +46,7 @@ def keep_random_state(rank: int, step: int, device: torch.device) -> None:
     step_record.StepRecord(record_path("resumed", rank), [], [], device_if_gpu(device)).commit(step)
 
 
-def refused_states(round: int | None = None) -> set[tuple[int, int]]:
+def refused_states(round: int | None = None) -> set[SaveKey]:
     """The states in memory that a round has refused, as far as this node knows: the round and the number of each save.
 
     `round`: None is this one.
@@ -57,7 +58,7 @@ def refused_states(round: int | None = None) -> set[tuple[int, int]]:
         return set()
 
 
-def refuse_states(saved: Iterable[tuple[int, int]]) -> None:
+def refuse_states(saved: Iterable[SaveKey]) -> None:
     """Keep on this node that these states are not used by this round: of the next one, the reason is not known."""
     states = sorted(refused_states().union(saved))
     if states and "ELASTICD_HEARTBEAT" in os.environ:

@@ -37,9 +37,9 @@ from elasticd.checkpointing.state.training_state import RandomState
 from elasticd.memory_order import order_stores, register_writer
 from elasticd.process_group import host_bytes
 
-_HEAD = struct.Struct(f"<qqqd{generators.GPU_GENERATOR_BYTES}s16s")
+_SLOT_HEAD = struct.Struct(f"<qqqd{generators.GPU_GENERATOR_BYTES}s16s")
 _NO_STEP = -1
-_NEXT_BEGUN, _REPLACED = 32, 64
+_NEXT_BEGUN, _LATE_CHANGES = 32, 64
 """Flags, beside those of `generators`: the next step has begun; what was changed before that is in the record."""
 PIECE_BYTES = 64
 MOST_PIECES = 16
@@ -70,7 +70,7 @@ class RecordedStep:
     pieces: bytes  #: bytes of parameters: ranks with different ones have diverged. An expected commit has none.
     digest: bytes
     is_next_begun: bool = False  #: the next step has begun
-    is_replaced: bool = False  #: it has what was changed, or drawn, before the next step began
+    has_late_changes: bool = False  #: it has what was changed, or drawn, before the next step began
 
     def has_same_random_state(self, other: RecordedStep) -> bool:
         return training_state.to_bytes(self.random_state) == training_state.to_bytes(other.random_state)
@@ -165,7 +165,7 @@ class StepRecord:
         """Replace the last commit, of the same step. Raises OtherBuffers."""
         self._next = 1 - self._next
         self.commit(step, digest)
-        self._flags[1 - self._next][0] |= _REPLACED
+        self._flags[1 - self._next][0] |= _LATE_CHANGES
 
     def mark_next_step_begun(self) -> None:
         """The next step does."""
@@ -193,7 +193,7 @@ class StepRecord:
         numbers, of_step = self._generators.read_numbers(), self._steps[number]
         of_step[0] = _NO_STEP
         if self._written[number] != (numbers, digest):
-            _HEAD.pack_into(self._map, number * self._places.bytes, _NO_STEP, *numbers, digest)
+            _SLOT_HEAD.pack_into(self._map, number * self._places.bytes, _NO_STEP, *numbers, digest)
             self._written[number] = numbers, digest
         self._flags[number][0] = numbers[0]
         if self._generators.memory is not self._memory:
@@ -229,7 +229,7 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         return None
     if slot is None:
         return None
-    _, *numbers, digest = _HEAD.unpack_from(slot)
+    _, *numbers, digest = _SLOT_HEAD.unpack_from(slot)
     flags, has_half, half, of_device = numbers
     if not flags & generators.KNOWN_LAYOUT:
         return None
@@ -237,10 +237,10 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
     copies, at = [], places.buffers
     for buffer in buffers:
         end = at + buffer.numel() * buffer.element_size()
-        copies.append(_tensor(slot[at:end], buffer))
+        copies.append(_tensor_from_bytes(slot[at:end], buffer))
         at = end
     pieces = slot[places.pieces : places.buffers]
-    return RecordedStep(random_state, copies, pieces, digest, bool(flags & _NEXT_BEGUN), bool(flags & _REPLACED))
+    return RecordedStep(random_state, copies, pieces, digest, bool(flags & _NEXT_BEGUN), bool(flags & _LATE_CHANGES))
 
 
 def read_slot(fd: int, step: int, size: int, first: int) -> bytes | None:
@@ -266,10 +266,10 @@ def committed_steps(path: str) -> list[int]:
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size // _SLOT_COUNT
-            heads = [os.pread(file.fileno(), _HEAD.size, at * size) for at in range(_FIRST_EXPECTED_SLOT)]
+            heads = [os.pread(file.fileno(), _SLOT_HEAD.size, at * size) for at in range(_FIRST_EXPECTED_SLOT)]
     except OSError:
         return []
-    return sorted(step for head in heads if len(head) == _HEAD.size and (step := _HEAD.unpack(head)[0]) > 0)
+    return sorted(step for head in heads if len(head) == _SLOT_HEAD.size and (step := _SLOT_HEAD.unpack(head)[0]) > 0)
 
 
 def last_committed_step(path: str) -> int:
@@ -290,7 +290,7 @@ class _SlotOffsets:
     """Offsets in a slot."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self.pieces = _HEAD.size
+        self.pieces = _SLOT_HEAD.size
         self.buffers = self.pieces + _ALL_PIECES_BYTES
         self.generators = self.buffers + sum(buffer.numel() * buffer.element_size() for buffer in buffers)
         used = self.generators + sum(generators.PYTHON_NUMPY_SIZES) + generators.torch_state_bytes()
@@ -304,7 +304,7 @@ def buffer_kind(buffer: Any) -> Any:
     return buffer.shape, buffer.dtype, buffer.device, buffer.layout, buffer.is_contiguous()
 
 
-def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
+def _tensor_from_bytes(data: bytes, like: torch.Tensor) -> torch.Tensor:
     if not data:
         return torch.empty_like(like)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(like.dtype).view(like.shape)

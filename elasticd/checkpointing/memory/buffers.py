@@ -40,6 +40,8 @@ _HEADER_BYTES = 1 << 20
 _PREALLOCATED_PIECE_BYTES = 16 << 20
 _KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
+FilePlace = tuple[int, int]
+"""Offset and size of a file in a buffer."""
 SaveKey = tuple[int, int]
 """The round, and the number of the save in it."""
 
@@ -87,9 +89,9 @@ class Snapshot:
     task: WriteTask | None
     """None: it is not to be written to disk, or that has been done. Of a state saved at a fault: for the end."""
     path: str = ""
-    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    files: Mapping[str, FilePlace] = field(default_factory=dict)
     """Offset and size of each of the files of a sharded state in this buffer."""
-    adopted: int = 0  #: the last round that has resumed from a sharded state, 0 for none
+    adopting_round: int = 0  #: the last round that has resumed from a sharded state, 0 for none
     is_copy: bool = False  #: another node's part, kept for it
 
     @property
@@ -100,7 +102,7 @@ class Snapshot:
     @property
     def key(self) -> SaveKey:
         """The round whose state it is, and the number of the save in it; 0: the round has resumed from it."""
-        return (self.adopted, 0) if self.adopted else self.original_key
+        return (self.adopting_round, 0) if self.adopting_round else self.original_key
 
     @property
     def is_due(self) -> bool:
@@ -113,7 +115,7 @@ class Snapshot:
 
     def to_json(self) -> bytes:
         fields: Message = {"number": self.number, "task": self.task and asdict(self.task), "path": self.path}
-        fields |= {"files": dict(self.files), "adopted": self.adopted, "is_copy": self.is_copy}
+        fields |= {"files": dict(self.files), "adopted": self.adopting_round, "is_copy": self.is_copy}
         return json.dumps({**fields, "draft": self.draft.to_json().decode()}).encode()
 
     @classmethod
@@ -147,7 +149,7 @@ class BufferFill:
     copied: set[int] = field(default_factory=set)
     failed: Reason = ""
     snapshot: Snapshot | None = None
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    files: dict[str, FilePlace] = field(default_factory=dict)
     partner: Message | None = None  #: the node of whose part this one keeps a copy
 
     @property

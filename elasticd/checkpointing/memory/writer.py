@@ -393,7 +393,7 @@ class Writer:
             if snapshot is None or snapshot.key != (message["round"], message["number"]):
                 continue
             if snapshot.files:  # what is to be written of it stays as it is
-                self._buffers.write_header(number, replace(snapshot, adopted=draft.round))
+                self._buffers.write_header(number, replace(snapshot, adopting_round=draft.round))
             else:
                 task = message["task"] and WriteTask(**message["task"])
                 self._buffers.write_header(number, Snapshot(draft, 0, task, snapshot.path))

@@ -20,7 +20,14 @@ from typing import Any
 
 from elasticd import channel
 from elasticd.channel import Message
-from elasticd.checkpointing.memory.buffers import PARTNER_BUFFER, PROTOCOL_VERSION, SaveKey, Snapshot, WriteTask
+from elasticd.checkpointing.memory.buffers import (
+    PARTNER_BUFFER,
+    PROTOCOL_VERSION,
+    FilePlace,
+    SaveKey,
+    Snapshot,
+    WriteTask,
+)
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.memory.shard_server import ServerAddress
 from elasticd.checkpointing.state.layout import Layout
@@ -32,6 +39,11 @@ _ANSWER_S = 30.0
 """The writer answers within milliseconds; it, or the machine, may be stopped for a while."""
 LOST_PART_WAIT_S = 2.0
 """The wait for the part of a node that does not write any more: a network file system may show it late."""
+
+BorrowedBuffer = tuple[int, int]
+"""The descriptor of a buffer, and the number of shares that it is filled by."""
+OpenedBuffer = tuple[int, int, int]
+"""The descriptor of a buffer; start and size in it of a state, or of a file."""
 
 
 class SnapshotRefused(Exception):
@@ -50,7 +62,7 @@ class WriterClient:
     """Returns the writer's task with the newest state when the job ends."""
     before_successor: Callable[[], None] | None = None
     """Called before the next writer is asked, once the one before it has died: what it had not read is lost."""
-    _is_looking: bool = False
+    _is_handling_successor: bool = False
     _socket: socket.socket | None = field(default=None, repr=False)
     _mapped: MappedBuffers = field(default_factory=MappedBuffers, repr=False)
 
@@ -59,7 +71,7 @@ class WriterClient:
         draft: Manifest,
         number: int,
         layout: Layout,
-        copy_own: Callable[[int], None],
+        copy_unshared: Callable[[int], None],
         task: Callable[[], WriteTask] | None = None,
     ) -> None:
         """Copy this rank's share of the state into the writer's memory; share 0 adds all that is not shared.
@@ -72,7 +84,7 @@ class WriterClient:
             buffer = self._mapped.begin_copy(fd)
             layout.copy_shared(buffer.write, self.share, shares)
             if self.share == 0:
-                copy_own(fd)
+                copy_unshared(fd)
             self.report_copied(draft, number, self.share, task)
             buffer.end_copy()
         except BaseException:
@@ -91,7 +103,7 @@ class WriterClient:
         copies: int = 2,
         like: SaveKey | None = None,
         once: bool = False,
-    ) -> tuple[int, int]:
+    ) -> BorrowedBuffer:
         """Borrow a buffer for one of the shares of a state; returns its descriptor and how many shares there are.
 
         `copies`: for so many states of this size there has to be memory. `like`: the buffer with this state, which the
@@ -114,7 +126,7 @@ class WriterClient:
         number: int,
         share: int,
         task: Callable[[], WriteTask] | None = None,
-        files: Mapping[str, tuple[int, int]] | None = None,
+        files: Mapping[str, FilePlace] | None = None,
         partner: Mapping[str, Any] | None = None,
     ) -> None:
         """The share is in the buffer; of a sharded state these files, each at an offset. Raises OSError.
@@ -143,7 +155,7 @@ class WriterClient:
         data = self._request({"do": "find", **where})[0]["snapshot"]
         return Snapshot.from_json(data.encode()) if data else None
 
-    def open_buffer(self, key: SaveKey, file: str = "") -> tuple[int, int, int]:
+    def open_buffer(self, key: SaveKey, file: str = "") -> OpenedBuffer:
         """A descriptor of the buffer with this state, or with that file of it; start and size in it.
 
         Raises SnapshotRefused, OSError.
@@ -202,19 +214,19 @@ class WriterClient:
         Raises SnapshotRefused, and OSError: TimeoutError, or when there is no writer.
         """
         try:
-            return self._ask(message, timeout_s)
+            return self._ask_once(message, timeout_s)
         except TimeoutError:
             raise
         except OSError:
-            if self.before_successor is not None and not self._is_looking:
-                self._is_looking = True
+            if self.before_successor is not None and not self._is_handling_successor:
+                self._is_handling_successor = True
                 try:
                     self.before_successor()
                 finally:
-                    self._is_looking = False
-            return self._ask(message, timeout_s)
+                    self._is_handling_successor = False
+            return self._ask_once(message, timeout_s)
 
-    def _ask(self, message: Mapping[str, Any], timeout_s: float) -> tuple[Message, list[int]]:
+    def _ask_once(self, message: Mapping[str, Any], timeout_s: float) -> tuple[Message, list[int]]:
         connection = self._send(message)
         connection.settimeout(timeout_s)
         try:

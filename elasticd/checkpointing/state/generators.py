@@ -29,8 +29,8 @@ _WORD_TYPECODE = "I"
 _INDEX_STRUCT = struct.Struct("=i")
 _HALF_PAIR_STRUCT = struct.Struct("=i4xd")
 """The layout of aug_bitgen_t in numpy's legacy-distributions.h."""
-_STATE_BYTES = _INDEX_STRUCT.size + 4 * _MT_WORDS
-PYTHON_NUMPY_SIZES = (_STATE_BYTES, _STATE_BYTES, _HALF_PAIR_STRUCT.size)
+_MT_STATE_BYTES = _INDEX_STRUCT.size + 4 * _MT_WORDS
+PYTHON_NUMPY_SIZES = (_MT_STATE_BYTES, _MT_STATE_BYTES, _HALF_PAIR_STRUCT.size)
 _NUMPY_KIND = "MT19937"
 """The class of numpy's default generator, unless the script replaces it."""
 _PYTHON_STATE_VERSION = 3
@@ -153,9 +153,9 @@ def decode(memory: bytes, numbers: RecordNumbers) -> RandomState:
     if flags & HAS_DEVICE:
         states["cuda"] = torch.frombuffer(bytearray(of_device), dtype=torch.uint8)
     if flags & HAS_NUMPY:
-        (position,) = _INDEX_STRUCT.unpack_from(others, 2 * _STATE_BYTES - _INDEX_STRUCT.size)
-        valid, value = _HALF_PAIR_STRUCT.unpack_from(others, 2 * _STATE_BYTES)
-        states["numpy"] = [_NUMPY_KIND, words(_STATE_BYTES), position, valid, value]
+        (position,) = _INDEX_STRUCT.unpack_from(others, 2 * _MT_STATE_BYTES - _INDEX_STRUCT.size)
+        valid, value = _HALF_PAIR_STRUCT.unpack_from(others, 2 * _MT_STATE_BYTES)
+        states["numpy"] = [_NUMPY_KIND, words(_MT_STATE_BYTES), position, valid, value]
     return states
 
 
@@ -176,7 +176,7 @@ def python_source(generator: Any) -> ByteSource:
     if at < 0:
         offered()
         return offered
-    return _object_memory(generator)[at : at + _STATE_BYTES]
+    return _object_memory(generator)[at : at + _MT_STATE_BYTES]
 
 
 def numpy_sources(generator: Any) -> tuple[ByteSource, ByteSource]:
@@ -200,7 +200,7 @@ def numpy_sources(generator: Any) -> tuple[ByteSource, ByteSource]:
     is_known = at >= 0 and has_half and _HALF_PAIR_STRUCT.unpack_from(_object_memory(trial), half) == (0, 0.0)
     if not is_known:
         return offered, offered_half
-    bits = _object_memory(generator._bit_generator)[at : at + _STATE_BYTES]
+    bits = _object_memory(generator._bit_generator)[at : at + _MT_STATE_BYTES]
     return bits, _object_memory(generator)[half : half + _HALF_PAIR_STRUCT.size]
 
 

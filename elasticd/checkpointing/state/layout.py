@@ -131,33 +131,33 @@ class Layout:
         for at, piece in _copy_pieces(parts, self._at_once):
             write(at, piece)
 
-    def copy_own(self, fd: int) -> None:
+    def copy_unshared(self, fd: int) -> None:
         """Copy everything else: storages of this rank only, headers, the pickle and the directory."""
-        for offset, piece in self._own_pieces():
+        for offset, piece in self._unshared_pieces():
             write_at(fd, offset, piece)
 
     @property
-    def own_bytes(self) -> int:
-        """The size of what `copy_own` copies."""
+    def unshared_bytes(self) -> int:
+        """The size of what `copy_unshared` copies."""
         return sum(storage.nbytes() for _, storage in self._own) + sum(len(data) for _, data in self._small)
 
     @property
-    def own_checksum(self) -> int:
+    def unshared_checksum(self) -> int:
         """The crc32 of the same."""
         checksum = 0
-        for _, piece in self._own_pieces():
+        for _, piece in self._unshared_pieces():
             checksum = zlib.crc32(piece, checksum)
         return checksum
 
-    def pack_own(self, most_bytes: int | None = None) -> bytes:
+    def pack_unshared(self, most_bytes: int | None = None) -> bytes:
         """The same as one message, for `write_packed` on another node; empty if it is larger than `most_bytes`."""
-        if most_bytes is not None and self.own_bytes > most_bytes:
+        if most_bytes is not None and self.unshared_bytes > most_bytes:
             return b""
-        parts = [(offset, bytes(piece)) for offset, piece in self._own_pieces()]
+        parts = [(offset, bytes(piece)) for offset, piece in self._unshared_pieces()]
         places = json.dumps([(offset, len(data)) for offset, data in parts]).encode()
         return b"".join([places, b"\n", *(data for _, data in parts)])
 
-    def _own_pieces(self) -> Iterator[tuple[int, memoryview]]:
+    def _unshared_pieces(self) -> Iterator[tuple[int, memoryview]]:
         yield from _copy_pieces(
             [(offset, storage, 0, storage.nbytes()) for offset, storage in self._own], self._at_once
         )
@@ -193,7 +193,7 @@ class Layout:
 
 
 def write_packed(fd: int, packed: bytes) -> None:
-    """Write what `pack_own` made on another node."""
+    """Write what `pack_unshared` made on another node."""
     places, _, rest = packed.partition(b"\n")
     data = memoryview(rest)
     for offset, size in json.loads(places):

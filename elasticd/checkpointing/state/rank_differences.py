@@ -38,11 +38,11 @@ ModuleSample = tuple["torch.Tensor", float, bool]
 @dataclass(frozen=True)
 class Difference:
     name: str
-    what: str
+    sentence: str
     is_error: bool  #: the difference ends the first save of a job
 
 
-class RankState:
+class ComparedState:
     """The part of a rank's state that is compared at each save of a session."""
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ class RankState:
 
         digests: dict[str, dict[str, str] | None] = {}
         for name, obj in attached.items():
-            if isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
+            if isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT_ATTRIBUTE, False):
                 continue
             is_slow = self._saves > DIGEST_TRIALS and self._fastest_s.get(name, 0.0) > LONGEST_DIGEST_S
-            if not is_first and (is_slow or getattr(obj, training_state.ONLY_AT_SAVES, False)):
+            if not is_first and (is_slow or getattr(obj, training_state.ONLY_AT_SAVES_ATTRIBUTE, False)):
                 digests[name] = None
                 continue
             start = time.perf_counter()
@@ -165,7 +165,7 @@ def sample_modules(
     trained = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
     sampled: dict[str, ModuleSample] = {}
     for name, obj in attached.items():
-        if not isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
+        if not isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT_ATTRIBUTE, False):
             continue
         wrapper = training_state.find_ddp(obj)
         parameters = (obj if wrapper is None else wrapper.module).parameters()

@@ -52,10 +52,10 @@ _FOREIGN_SHARDING_MODULES = (
     *(f"megatron.core.{module}" for module in ("distributed", "optimizer", "transformer")),
 )
 """Modules of engines, models and optimizers that divide the state among ranks without DTensor."""
-RANK_INDEPENDENT = "rank_independent"
+RANK_INDEPENDENT_ATTRIBUTE = "rank_independent"
 """An attribute that is True of an object whose state any rank may save for all, even where ranks' states differ."""
 
-ONLY_AT_SAVES = "only_at_saves"
+ONLY_AT_SAVES_ATTRIBUTE = "only_at_saves"
 """An attribute that is True of an object whose state_dict() calls the script, which does not expect it at each step."""
 
 
@@ -71,7 +71,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def attachable(name: str, obj: Any) -> Any:
+def as_attachable(name: str, obj: Any) -> Any:
     """The object that is saved and loaded: the given one, except for a generator.
 
     Raises UsageError for an object that cannot be saved and loaded.

@@ -135,7 +135,7 @@ class Unreadable:
     """Why a manifest cannot be used."""
 
     why: str
-    permanent: bool = True  #: false: a newer elasticd, or a later try, may read it
+    is_permanent: bool = True  #: false: a newer elasticd, or a later try, may read it
 
 
 def read(checkpoint: Path) -> Manifest | Unreadable:
@@ -146,7 +146,7 @@ def read(checkpoint: Path) -> Manifest | Unreadable:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             return Unreadable(f"{MANIFEST} is missing")
-        return Unreadable(f"{MANIFEST} cannot be read: {os.strerror(error.errno or errno.EIO)}", permanent=False)
+        return Unreadable(f"{MANIFEST} cannot be read: {os.strerror(error.errno or errno.EIO)}", is_permanent=False)
     return parse(data)
 
 
@@ -173,7 +173,7 @@ def parse(data: bytes) -> Manifest | Unreadable:
         why = (
             f"{MANIFEST} has version {version}; this elasticd reads {VERSION}. Load it with the elasticd that wrote it"
         )
-        return Unreadable(why, permanent=False)
+        return Unreadable(why, is_permanent=False)
     seal = raw.pop("seal", None)
     if seal != seal_of(raw):
         return Unreadable(f"{MANIFEST} does not match its seal: it was damaged or edited")

@@ -66,7 +66,7 @@ RESTORE_PATIENCE_S = 300.0
 """The patience of a restore: without it the job cannot continue."""
 BRIEF_PATIENCE_S = 3.0
 """The patience of a restore that has a state in memory."""
-_FILE_LOCKS = 64
+_FILE_LOCK_COUNT = 64
 _FEWEST_TRIES, _PAUSE_MAX_S = 3, 5.0
 _MOST_SUPERSEDED_RUNS = 100
 _BLOCK_BYTES = 8 << 20
@@ -129,7 +129,7 @@ class ObjectStore:
         owner = self._read_owner()
         return _run_in_words(owner) if owner.get("run") is not None else None
 
-    def _check_owner(self) -> None:
+    def _ensure_owner(self) -> None:
         """Before each change. Raises ObjectStoreError if a later run has taken the store."""
         if self._run is not None and not self._is_claimed():
             self.claim(self._run["job"], self._run["run"])
@@ -252,7 +252,7 @@ class ObjectStore:
         """Open a file of the checkpoint `path`; it is copied to this node if it is not here. Raises FileNotFoundError
         if the store does not have it, ObjectStoreError if it cannot be copied.
         """
-        with self._lock_copy(zlib.crc32(f"{path.name}/{file}".encode()) % _FILE_LOCKS):
+        with self._lock_copy(zlib.crc32(f"{path.name}/{file}".encode()) % _FILE_LOCK_COUNT):
             if not (path / file).exists():
                 copy = path / f".{file}.copy"
                 try:
@@ -300,7 +300,7 @@ class ObjectStore:
 
     def put_files(self, staged: Path, name: str, files: Iterable[str]) -> None:
         """Put files of the local directory `staged`. Raises ObjectStoreError if a later run has taken the store."""
-        self._check_owner()
+        self._ensure_owner()
         for file in files:
             self._abort_uploads(f"{name}/{file}")
             self._call("put_file", str(staged / file), f"{name}/{file}")
@@ -323,7 +323,7 @@ class ObjectStore:
         NotImplementedError if the store has no conditional puts.
         """
         key = f"{name}/{_RESERVED}"
-        self._check_owner()
+        self._ensure_owner()
         with contextlib.suppress(FileExistsError):
             self._call("pipe_file", key, who.encode(), mode="create")
         return self._get(key) == who.encode()
@@ -335,7 +335,7 @@ class ObjectStore:
         """Put a checkpoint from the local directory `staged` into the store, or copy the files of its checkpoint
         `source`. Raises ObjectStoreError, OSError.
         """
-        self._check_owner()
+        self._ensure_owner()
         files = manifest.all_files
         if name.endswith(".again"):  # it is there as well if a process died before it had deleted the other one
             with contextlib.suppress(FileNotFoundError):
@@ -348,14 +348,14 @@ class ObjectStore:
                 self._call("cp_file", f"{source}/{file}", f"{name}/{file}")
         if damage := self._find_missing(name, files, self._list_below(name)):
             raise ObjectStoreError("; ".join(damage.values()))
-        self._check_owner()  # the upload may have taken long
+        self._ensure_owner()  # the upload may have taken long
         self._put(f"{name}/{MANIFEST}", manifest.to_json(), create=True)
         self._put(_NEWEST, name.encode())
         _write_remote_record(staged, _object_version(self._info(f"{name}/{MANIFEST}")), {})
 
     def delete_checkpoint(self, name: str) -> None:
         """The manifest first: it is no checkpoint from then on."""
-        self._check_owner()
+        self._ensure_owner()
         with contextlib.suppress(FileNotFoundError):
             self._call("rm_file", f"{name}/{MANIFEST}")
         if keys := [key for key in self._list_below(name) if key != f"{name}/{MANIFEST}"]:
@@ -364,7 +364,7 @@ class ObjectStore:
 
     def rename_checkpoint(self, old: str, new: str) -> None:
         """A checkpoint is set aside."""
-        self._check_owner()
+        self._ensure_owner()
         files = [key.partition("/")[2] for key in self._list_below(old)]
         for file in sorted(files, key=lambda file: file == MANIFEST):
             self._call("cp_file", f"{old}/{file}", f"{new}/{file}")
@@ -372,7 +372,7 @@ class ObjectStore:
 
     def write_small_file(self, name: str, content: bytes = b"") -> None:
         """A small file beside the checkpoints. Raises ObjectStoreError if a later run has taken the store."""
-        self._check_owner()
+        self._ensure_owner()
         self._put(name, content)
 
     def read_small_file(self, name: str) -> bytes | None:
@@ -472,8 +472,8 @@ class ObjectStore:
                 raise ObjectStoreError(f"{path} belongs to another user; set {CACHE_VARIABLE}")
 
     @contextlib.contextmanager
-    def _lock_copy(self, number: int = _FILE_LOCKS) -> Iterator[None]:
-        """One process of this node at a time changes the copy; numbers below _FILE_LOCKS: copies a file."""
+    def _lock_copy(self, number: int = _FILE_LOCK_COUNT) -> Iterator[None]:
+        """One process of this node at a time changes the copy; numbers below _FILE_LOCK_COUNT: copies a file."""
         fd = os.open(self._directory / f".copying-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)

@@ -140,4 +140,4 @@ def _device_and_inode(path: Path) -> tuple[int, int] | None:
 def _is_deletable(named: CheckpointName) -> bool:
     """False for what only a newer elasticd, or a later try, can read."""
     manifest = read_named_manifest(named)
-    return not isinstance(manifest, Unreadable) or manifest.permanent
+    return not isinstance(manifest, Unreadable) or manifest.is_permanent
