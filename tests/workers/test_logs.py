@@ -19,7 +19,7 @@ import pytest
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import EntrypointMode, JobSpec, Streams
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.workers.log_tail import LineFilter, LogTailer, TailedFile
+from elasticd_agent.workers.log_tail import LogTailer, MatchingLinesFile, TailedFile
 from elasticd_agent.workers.logs import LOCK_FILE, JobLogs, LogDirectory, WorkerFiles, highest_round
 from tests.library.conftest import wait_for
 
@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_keeps_the_bound_not_the_copy(tmp_path: Path, out: S
 
 
 def test_a_filtered_file_is_bounded_too(tmp_path: Path, out: Sink) -> None:
-    picked = LineFilter(tmp_path / "filtered", (b"x",))
+    picked = MatchingLinesFile(tmp_path / "filtered", (b"x",))
     followed = TailedFile(tmp_path / "log", 1, "x", out.outlet, b"p:", picked, limit=100_000)
     for _ in range(20):
         with open(tmp_path / "log", "ab") as file:

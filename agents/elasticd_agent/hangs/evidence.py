@@ -80,7 +80,7 @@ class _GatherRequest:
     targets: tuple[EvidenceTarget, ...]
     final: Path
     why: str
-    began: float
+    began_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _WriteRequest:
 class _HelperReports:
     """A helper's reports so far."""
 
-    began: float  #: unix time
+    began_at_wall: float  #: unix time
     ranks: dict[int, Message] = field(default_factory=dict)
     gpus: list[Message] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
@@ -253,7 +253,7 @@ class EvidenceCollector:
         self._budget_factor = min(2 * self._budget_factor, MAX_BUDGET_FACTOR) if late else self._budget_factor
         if not published and request.why == DUMP_REASON:
             self._publish_anywhere(request.round, request.final, local)  # the person gets the place that it is in
-        path, seconds = self.directory_for(request.final), time.monotonic() - request.began
+        path, seconds = self.directory_for(request.final), time.monotonic() - request.began_at
         with self._lock:
             self._busy = self._taking = self._publishing = self._dropped = False
         self._post(GatheredEvidence(request.round, evidence.ranks, path, seconds, "; ".join(reported.troubles), late))
@@ -291,7 +291,7 @@ class EvidenceCollector:
                 ranks.append(RankEvidence(target.rank, target.pid, state=known["state"], trouble=str(error)))
         troubles = (*reported.troubles, *reported.gpu_troubles)
         return NodeEvidence(
-            request.round, self._node, request.why, reported.began, tuple(ranks), tuple(reported.gpus), troubles
+            request.round, self._node, request.why, reported.began_at_wall, tuple(ranks), tuple(reported.gpus), troubles
         )
 
     def _fill_from_earlier(self, evidence: NodeEvidence, final: Path) -> NodeEvidence:

@@ -46,7 +46,7 @@ _log = logging.getLogger("elasticd.logs")
 
 
 @dataclass(frozen=True, slots=True)
-class LineFilter:
+class MatchingLinesFile:
     """Lines that contain one of `patterns` are also appended to `path`, with their prefix."""
 
     path: Path
@@ -63,7 +63,7 @@ class TailedFile:
         name: str,
         outlet: NonBlockingWriter | None = None,
         prefix: bytes = b"",
-        filter: LineFilter | None = None,
+        filter: MatchingLinesFile | None = None,
         limit: int = MAX_LOG_BYTES,
     ) -> None:
         """Opens or creates `path` (0600). Without an `outlet` the file is bounded, not shown. Raises OSError."""
@@ -148,7 +148,7 @@ class TailedFile:
             self._write_filtered(complete, self._filter)
         return self._prefix + complete[:-1].replace(b"\n", b"\n" + self._prefix) + b"\n"
 
-    def _write_filtered(self, complete: bytes, filter: LineFilter) -> None:
+    def _write_filtered(self, complete: bytes, filter: MatchingLinesFile) -> None:
         picked = [line for line in complete[:-1].split(b"\n") if any(needle in line for needle in filter.patterns)]
         if not picked:
             return

@@ -26,7 +26,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Streams
 from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.workers.log_tail import MAX_LOG_BYTES, LineFilter, LogTailer, TailedFile
+from elasticd_agent.workers.log_tail import MAX_LOG_BYTES, LogTailer, MatchingLinesFile, TailedFile
 
 STREAM_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
@@ -280,7 +280,7 @@ class JobLogs:
         filter = None
         if needles and stream.prefix:
             matching = path.parent.parent / f"filtered_{STREAM_NAMES[which]}.log"
-            filter = LineFilter(matching, tuple(needle.encode("utf-8", "surrogateescape") for needle in needles))
+            filter = MatchingLinesFile(matching, tuple(needle.encode("utf-8", "surrogateescape") for needle in needles))
         outlet = self._outlets[which] if stream.tailed else None
         name = f"rank {rank}'s {STREAM_NAMES[which]}"
         return TailedFile(path, number, name, outlet, stream.prefix, filter, self._limit)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticd_agent.workers.launcher.requests import VARIABLES_READ_AT_IMPORT
-from elasticd_agent.workers.launcher.template import apply_environment
+from elasticd_agent.workers.launcher.template import apply_environment_changes
 
 MKL, OMP = "MKL_NUM_THREADS", "OMP_NUM_THREADS"
 SETS: dict[str, dict[str, str]] = {
@@ -28,7 +28,7 @@ def threads_after(sets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list
     before = dict(os.environ)
     for name, value in sets.items():
         monkeypatch.setenv(name, value)
-    apply_environment(SimpleNamespace(set_num_threads=given.append), VARIABLES_READ_AT_IMPORT.pattern, before)
+    apply_environment_changes(SimpleNamespace(set_num_threads=given.append), VARIABLES_READ_AT_IMPORT.pattern, before)
     return given
 
 

@@ -50,7 +50,7 @@ def page(explained: Explanation, width: int = DEFAULT_WIDTH) -> str:
     culprits = [rank for rank in explained.blamed_ranks if rank.log]
     parts = [
         _wrap(_capital(explained.headline) + ".", width),
-        _facts(explained, width),
+        _summary_rows(explained, width),
         _section("RANKS", _table(explained, width)),
         _section("WAITS", [f"  {_capital(sentence)}." for sentence in explained.wait_sentences]),
         _section("WHAT THE PROCESSES WERE DOING", _remarks(explained, width)),
@@ -80,7 +80,7 @@ def summary(explained: Explanation, width: int = DEFAULT_WIDTH) -> list[str]:
     return [visible(line, "\t\n")[: 2 * width] for line in [*lines[: MAX_SUMMARY_LINES - 1], more]]
 
 
-def _facts(explained: Explanation, width: int) -> list[str]:
+def _summary_rows(explained: Explanation, width: int) -> list[str]:
     """The rows of what happened: cause, times, what was done, the job, and where the evidence lies."""
     verdict, rows = explained.verdict, []
     if verdict is not None:
@@ -90,7 +90,7 @@ def _facts(explained: Explanation, width: int) -> list[str]:
             rows += [
                 ("but", other_wait)
                 for comparison in explained.group_comparisons
-                if (other_wait := _other_wait(comparison, explained))
+                if (other_wait := _wait_in_other_group(comparison, explained))
             ]
             rows.append(("when", f"stuck since {began}; found hung after {verdict.seen_after_s:.1f} s"))
     if explained.kind == "hang":
@@ -108,7 +108,7 @@ def _facts(explained: Explanation, width: int) -> list[str]:
     return lines
 
 
-def _other_wait(one: GroupComparison, explained: Explanation) -> str:
+def _wait_in_other_group(one: GroupComparison, explained: Explanation) -> str:
     """Collectives are counted in the default group only: a culprit may wait for a rank in another group."""
     waits = [rank.rank for rank in explained.blamed_ranks if rank.rank in one.pending]
     if one.waiting_for is None or not waits or any(rank.rank in one.missing for rank in explained.blamed_ranks):

@@ -40,7 +40,7 @@ class ImportSideEffects:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Collect the side effects of the imports in the body. Their exit handlers run after the script's until
-        `restore`."""
+        `repeat`."""
         filters, loggers, register = list(warnings.filters), set(logging.root.manager.loggerDict), atexit.register
         environment = dict(os.environ)
 

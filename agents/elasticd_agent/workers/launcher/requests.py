@@ -8,7 +8,7 @@ keep a warm start equal to a cold one:
 - Only numpy, torch, what torch imports lazily in every training job, and the parts of torch and of elasticd that the
   script's top level imports are imported ahead. Modules of the user's project are not: their code may do anything.
 - A variable that torch, OpenMP or a BLAS library reads at import, and that the script sets before, makes the job start
-  cold (`EnvironmentScan`), since a library that was imported ahead has read the old value.
+  cold (`EarlyEnvironmentScan`), since a library that was imported ahead has read the old value.
 - An argument that differs from worker to worker makes it start cold, since the template has one command line.
 
 In doubt a job starts cold, with the reason in one sentence: it costs a second and no correctness.
@@ -77,7 +77,7 @@ def plan_preload(
             tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError):
             return PreloadPlan(tuple(modules) + required, required)  # the worker's own traceback explains it
-        changed = EnvironmentScan(path).find_early_change(script)
+        changed = EarlyEnvironmentScan(path).find_early_change(script)
         if changed is not None:
             return PreloadPlan(cold_reason=f"{changed[0]} sets {changed[1]}, which torch reads when it is imported")
         names = list(imported_modules(tree))
@@ -98,7 +98,7 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
-class EnvironmentScan:
+class EarlyEnvironmentScan:
     """Finds a relevant variable that is set before torch is imported (or, without such an import, anywhere).
 
     Statements are read from top to bottom, and with an import of a module in `path` that module's.

@@ -15,7 +15,7 @@ over is kept out of the template, or put right in the worker:
     modules         a script must not notice that torch is loaded: `hidden_modules` keeps modules, and the side
                     effects of their imports, from sight until the script imports them
     environment     a worker gets the job's own, and what the script sets before it imports torch takes effect then
-                    (`apply_environment`), or a message says that it is too late
+                    (`apply_environment_changes`), or a message says that it is too late
     random numbers  generators that a fork would share are seeded anew (`reseed_generators`)
     the user's code is never run here. An exception that left this module would make the interpreter run the script in
                     the template, so every way out of it is `os._exit`
@@ -397,7 +397,7 @@ class Template:
 
         def adapt_torch() -> None:
             scale_torch_threads(torch, share)
-            apply_environment(torch, pattern, started_with)
+            apply_environment_changes(torch, pattern, started_with)
 
         self.hidden.when_imported("torch", adapt_torch)
         self.after_import("torch.optim.optimizer", start_heartbeat(self.config, self.library))
@@ -469,7 +469,7 @@ def scale_torch_threads(torch: Any, share: float) -> None:
         torch.set_num_threads(max(1, round(torch.get_num_threads() * share)))
 
 
-def apply_environment(torch: Any, read_at_import: str, before: dict[str, str]) -> None:
+def apply_environment_changes(torch: Any, read_at_import: str, before: dict[str, str]) -> None:
     """Apply what a module has set before torch is imported, although torch has been loaded already."""
     for name in sorted(set(os.environ) | set(before)):
         value = os.environ.get(name, "")

@@ -28,7 +28,7 @@ END_GRACE_S = 6.0
 MIN_SAVE_S = 0.3
 SAVE_S_PER_BYTE = 1.2e-9
 """Three times as long as one rank takes to copy into memory that was not used before."""
-BUSY_FACTOR = 8
+BUSY_SAVE_FACTOR = 8
 """The factor for a rank that has begun, on a machine with more to do than it can."""
 MAX_FIRST_ANSWER_S = 3.0
 """The most that is waited for the first rank to answer. On a machine with more to do than it can a rank may get no
@@ -111,7 +111,7 @@ class WriterProcess:
         of what is trained again at most if none saves, 0 when one has answered.
         """
         copy_s = max(MIN_SAVE_S, self.held_bytes() * SAVE_S_PER_BYTE)
-        return max(copy_s * (BUSY_FACTOR if busy else 1), min(lost_s, MAX_FIRST_ANSWER_S))
+        return max(copy_s * (BUSY_SAVE_FACTOR if busy else 1), min(lost_s, MAX_FIRST_ANSWER_S))
 
     def handle_exit(self, status: int) -> str:
         """It was reaped. Returns why no other one is started, "" if one may be."""
