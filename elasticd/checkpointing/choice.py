@@ -55,7 +55,7 @@ class Choice:
     source: StateSource
     manifest: Manifest  #: the description of the state. In memory it has no checksum.
     name: str
-    number: int = 0  #: the number of a save in its round, for a state that is not on the disk
+    save_number: int = 0  #: the number of a save in its round, for a state that is not on the disk
     key: SaveKey = (0, 0)  #: the round that owns such a state, and the number of the save in it
     holder_ranks: list[int] = field(default_factory=list)  #: those that hold it in their process
     file_holders: dict[str, list[int]] = field(default_factory=dict)
@@ -95,7 +95,12 @@ class Choice:
             "number": None,
         }
         if self.source is not StateSource.DISK:
-            message |= {"number": self.number, "key": self.key, "alike": self.has_alike, "on_disk": self.step_on_disk}
+            message |= {
+                "number": self.save_number,
+                "key": self.key,
+                "alike": self.has_alike,
+                "on_disk": self.step_on_disk,
+            }
             message |= {"ranks": self.holder_ranks}
         if self.file_holders:
             message |= {"files": self.file_holders, "servers": self.servers, "copied": self.copy_only_files}
@@ -111,7 +116,7 @@ class Choice:
             source=StateSource.PROCESS if message.get("ranks") else StateSource.MEMORY,
             manifest=manifest,
             name=message["name"],
-            number=message["number"],
+            save_number=message["number"],
             key=tuple(message["key"]),
             holder_ranks=message.get("ranks", []),
             file_holders=message.get("files", {}),
@@ -241,7 +246,7 @@ class Chooser:
             source=StateSource.PROCESS if state.ranks else StateSource.MEMORY,
             manifest=draft,
             name=draft.name,
-            number=snapshot.number,
+            save_number=snapshot.save_number,
             key=snapshot.key,
             holder_ranks=state.ranks,
             file_holders=state.holders,

@@ -335,7 +335,7 @@ class Restore:
             )
             context.channel.delete(f"{key}/{rank}")
         if agreed["why"] and local_rank == 0:
-            step_files.refuse_states([(choice.manifest.round, choice.number)])
+            step_files.refuse_states([(choice.manifest.round, choice.save_number)])
         return not agreed["why"]
 
     def _agree_on_use(self, key: str, what: str, own: str, reject: Callable[[str], None]) -> bool:

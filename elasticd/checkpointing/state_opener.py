@@ -93,7 +93,7 @@ class StateOpener:
         def begin(writer: WriterClient) -> int:
             with contextlib.suppress(OSError, SnapshotRefused):
                 alike = held_states.find_alike(self._held, draft) if plan["patched"] else None
-                return writer.borrow_buffer(draft, choice.number, 0, 1, "", like=alike.key if alike else None)[0]
+                return writer.borrow_buffer(draft, choice.save_number, 0, 1, "", like=alike.key if alike else None)[0]
             return -1
 
         def write(offset: int, data: memoryview) -> None:
@@ -115,7 +115,7 @@ class StateOpener:
                 write_at(buffer, offset, memoryview(data))
             os.close(buffer)
             with contextlib.suppress(OSError, SnapshotRefused):
-                writer.report_copied(draft, choice.number, 0)
+                writer.report_copied(draft, choice.save_number, 0)
                 self._held[:] = writer.find_all()
         context.agree(f"sent{suffix}", "whether it has received the state", None, lambda _: {})
         error = self.open_here(choice) if receives else ""

@@ -128,7 +128,7 @@ def test_state_that_a_round_has_refused_is_not_chosen_by_the_rounds_after_it(
         if round == 2:
             choice = made.choose()
             made.reject_held(choice, "rank 1 draws random numbers", below=choice.step)
-            step_files.refuse_states([(choice.manifest.round, choice.number)])
+            step_files.refuse_states([(choice.manifest.round, choice.save_number)])
         assert made.choose() is None
     assert chosen(chooser(tmp_path, 4, [(1, 10), (1, 9)])) == (StateSource.MEMORY, 1, 9), "an older one was not refused"
 
@@ -138,8 +138,8 @@ def test_choice_survives_its_way_to_the_other_ranks() -> None:
     in_shards = {"file_holders": {"a": [0, 1]}, "servers": {0: ("host", 1)}, "copy_only_files": ["a"]}
     for choice in (
         Choice(StateSource.DISK, draft, "r2-s10.again"),
-        Choice(StateSource.MEMORY, draft, "r2-s10", number=3, key=(2, 3), has_alike=True, step_on_disk=5),
-        Choice(StateSource.PROCESS, draft, "r2-s10", number=3, key=(2, 3), holder_ranks=[0, 2]),
-        Choice(StateSource.MEMORY, draft, "r2-s10", number=3, key=(2, 3), **in_shards),  # type: ignore[arg-type]
+        Choice(StateSource.MEMORY, draft, "r2-s10", save_number=3, key=(2, 3), has_alike=True, step_on_disk=5),
+        Choice(StateSource.PROCESS, draft, "r2-s10", save_number=3, key=(2, 3), holder_ranks=[0, 2]),
+        Choice(StateSource.MEMORY, draft, "r2-s10", save_number=3, key=(2, 3), **in_shards),  # type: ignore[arg-type]
     ):
         assert Choice.from_message(choice.to_message()) == choice

@@ -123,7 +123,7 @@ def test_writer_lends_the_memory_with_the_state_that_is_alike(tmp_path: Path) ->
         assert rank.find_newest() is None, "a state that is being changed is no state"
         rank.report_copied(draft, chosen, 0)
         found = rank.find_newest()
-        assert found is not None and found.number == chosen and saves.held() == 7
+        assert found is not None and found.save_number == chosen and saves.held() == 7
         os.close(fd)
         os.close(again)
     finally:

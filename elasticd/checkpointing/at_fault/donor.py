@@ -671,7 +671,7 @@ class Donor:
             if self._is_copied and not even_if_late:
                 raise _CopyNotNeeded
 
-        buffer = self._borrow_buffer(client, state.draft, state.number, check)
+        buffer = self._borrow_buffer(client, state.draft, state.save_number, check)
         if buffer is None:
             return
         fd = buffer
@@ -690,7 +690,7 @@ class Donor:
             self._check_unchanged(state.commit)
         elif state.digest != self._left_with:  # by a thread of the script, or by a load_state_dict() that has failed
             raise CheckpointError(CHANGED_REASON)
-        client.report_copied(state.draft, state.number, 0)
+        client.report_copied(state.draft, state.save_number, 0)
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
         """Another rank was faster, or it was saved at that step, and not changed since."""
@@ -698,7 +698,7 @@ class Donor:
         if snapshot is None:
             return False
         there, here = (snapshot.draft.round, snapshot.draft.step), (self._context.round, step)
-        return there > here or (there == here and not (self._is_changed and donated_step(snapshot.number) is None))
+        return there > here or (there == here and not (self._is_changed and donated_step(snapshot.save_number) is None))
 
     def _borrow_buffer(
         self, client: WriterClient, draft: Manifest, number: int, check: Callable[[], None]

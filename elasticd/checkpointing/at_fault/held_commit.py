@@ -36,7 +36,7 @@ class HeldCommit:
 
     commit: Commit
     draft: Manifest
-    number: int  #: as of a state that is saved at a fault
+    save_number: int  #: as of a state that is saved at a fault
     content: StateDict
     layout: Layout  #: of the content; large tensors are its shared ones
 
@@ -47,7 +47,7 @@ class HeldCommit:
 
     def to_message(self) -> Message:
         """The word for `held_states`, on rank 0."""
-        return {_PROCESS_KEY: [self.draft.to_json().decode(), self.number, self.layout.shared_digest]}
+        return {_PROCESS_KEY: [self.draft.to_json().decode(), self.save_number, self.layout.shared_digest]}
 
 
 def large_storages(attached: Mapping[str, Any]) -> StorageAddresses:

@@ -85,10 +85,10 @@ class Snapshot:
     """A whole state in a buffer."""
 
     draft: Manifest  #: without a checksum
-    number: int  #: which save of its round it is, from 1: a step may be saved twice
+    save_number: int  #: which save of its round it is, from 1: a step may be saved twice
     task: WriteTask | None
     """None: it is not to be written to disk, or that has been done. Of a state saved at a fault: for the end."""
-    path: str = ""
+    checkpoint_path: str = ""
     files: Mapping[str, FilePlace] = field(default_factory=dict)
     """Offset and size of each of the files of a sharded state in this buffer."""
     adopting_round: int = 0  #: the last round that has resumed from a sharded state, 0 for none
@@ -97,7 +97,7 @@ class Snapshot:
     @property
     def original_key(self) -> SaveKey:
         """The round and the number of the save."""
-        return self.draft.round, self.number
+        return self.draft.round, self.save_number
 
     @property
     def key(self) -> SaveKey:
@@ -107,14 +107,18 @@ class Snapshot:
     @property
     def is_due(self) -> bool:
         """It is to be written as soon as possible, and not only if no round follows."""
-        return self.task is not None and donated_step(self.number) is None
+        return self.task is not None and donated_step(self.save_number) is None
 
     def as_written(self, path: Path | None) -> Snapshot:
         """This state once its task is over; None: without success."""
-        return replace(self, task=None, path=str(path or ""))
+        return replace(self, task=None, checkpoint_path=str(path or ""))
 
     def to_json(self) -> bytes:
-        fields: Message = {"number": self.number, "task": self.task and asdict(self.task), "path": self.path}
+        fields: Message = {
+            "number": self.save_number,
+            "task": self.task and asdict(self.task),
+            "path": self.checkpoint_path,
+        }
         fields |= {"files": dict(self.files), "adopted": self.adopting_round, "is_copy": self.is_copy}
         return json.dumps({**fields, "draft": self.draft.to_json().decode()}).encode()
 
@@ -125,7 +129,7 @@ class Snapshot:
         task = fields["task"] and WriteTask(**fields["task"])
         found = cls.of_draft(fields["draft"].encode(), fields["number"])
         whose = (fields["path"], fields["files"], fields["adopted"], fields["is_copy"])
-        return cls(found.draft, found.number, task, *whose)
+        return cls(found.draft, found.save_number, task, *whose)
 
     @classmethod
     def of_draft(cls, draft: bytes, number: int) -> Snapshot:
@@ -185,7 +189,7 @@ class Buffers:
     def newest_whole(self) -> int | None:
         """The buffer with the newest state that is whole in it."""
         whole = [(at, snapshot) for at, snapshot in enumerate(self.held) if snapshot and not snapshot.files]
-        keys = [(snapshot.draft.round, snapshot.draft.step, snapshot.number, at) for at, snapshot in whole]
+        keys = [(snapshot.draft.round, snapshot.draft.step, snapshot.save_number, at) for at, snapshot in whole]
         return max(keys, default=(0, 0, 0, None))[3]
 
     def erase_header(self, number: int) -> None:

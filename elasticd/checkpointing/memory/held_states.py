@@ -68,7 +68,7 @@ def find_alike(held: list[Snapshot], draft: Manifest) -> Snapshot | None:
         for snapshot in held
         if not snapshot.files and (snapshot.draft.round, snapshot.draft.step, snapshot.draft.bytes) == step
     ]
-    return max(alike, key=lambda each: each.number, default=None)
+    return max(alike, key=lambda each: each.save_number, default=None)
 
 
 def piece_checksums(draft: Manifest, held: list[Snapshot], writer: WriterClient | None) -> list[str]:

@@ -65,7 +65,7 @@ class LastWrite:
         if it could not be written.
         """
         for at, snapshot in self._newest_first():
-            if snapshot.is_due or snapshot.path:
+            if snapshot.is_due or snapshot.checkpoint_path:
                 break
             if snapshot.original_key not in self._tried and (snapshot.task or self.task):
                 return at
@@ -84,7 +84,7 @@ class LastWrite:
         why = why and f"step {step}: {why}"
         if self._found is not None:
             return {"step": self._found.manifest.step, "path": str(self._found.path), "why": why}
-        return {"step": snapshot.draft.step, "path": snapshot.path, "why": why}
+        return {"step": snapshot.draft.step, "path": snapshot.checkpoint_path, "why": why}
 
     def _look_for_other_nodes(self) -> None:
         """Look for states that other nodes of the job leave."""
@@ -112,16 +112,18 @@ class LastWrite:
 
     def _newest_first(self) -> list[tuple[int, Snapshot]]:
         every = [(at, snapshot) for at, snapshot in enumerate(self._buffers.held) if snapshot is not None]
-        return sorted(every, key=lambda each: (each[1].draft.round, each[1].draft.step, each[1].number), reverse=True)
+        return sorted(
+            every, key=lambda each: (each[1].draft.round, each[1].draft.step, each[1].save_number), reverse=True
+        )
 
-    def write(self, number: int, snapshot: Snapshot) -> Entry:
+    def write(self, buffer: int, snapshot: Snapshot) -> Entry:
         """Make the state in this buffer a checkpoint; returns the newest one then. Raises OSError, CheckpointError."""
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
         directory = Path(task.directory)
         folder = staging_path(directory, draft.round, draft.step, _STAGING_TOKEN)
         final = directory / draft.name
-        contents = self._contents(number, snapshot)
+        contents = self._contents(buffer, snapshot)
         needed = shard_names(draft.world_size) if snapshot.files else [STATE]
         if (store := store_of(directory)) is not None:
             return self._put_to_store(store, snapshot, contents, set(needed))
@@ -176,11 +178,11 @@ class LastWrite:
         except NotImplementedError:  # without conditional puts it is always the same node
             return task.node == 0
 
-    def _contents(self, number: int, snapshot: Snapshot) -> dict[str, WriteContent]:
+    def _contents(self, buffer: int, snapshot: Snapshot) -> dict[str, WriteContent]:
         """The files of this state that are in this node's memory, also as a copy for another node."""
-        contents = state_files.file_contents(self._buffers, number, snapshot)
+        contents = state_files.file_contents(self._buffers, buffer, snapshot)
         for at, other in enumerate(self._buffers.held):
-            if other is not None and at != number and other.original_key == snapshot.original_key:
+            if other is not None and at != buffer and other.original_key == snapshot.original_key:
                 contents |= state_files.file_contents(self._buffers, at, other)
         return contents
 

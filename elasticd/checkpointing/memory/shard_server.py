@@ -253,7 +253,7 @@ class PartnerCopy:
                         raise CheckpointError("the next save began before it was copied")
             remote.wait_for_snapshot()  # it was there all the time
             with self._changed:
-                copy = replace(snapshot, task=None, path="", is_copy=True)
+                copy = replace(snapshot, task=None, checkpoint_path="", is_copy=True)
                 self._buffers.trim(PARTNER_BUFFER, copy)
                 self._buffers.write_header(PARTNER_BUFFER, copy)
         return True

@@ -66,11 +66,11 @@ def write_own_files(
     return None
 
 
-def file_contents(buffers: Buffers, number: int, snapshot: Snapshot) -> dict[str, WriteContent]:
+def file_contents(buffers: Buffers, buffer: int, snapshot: Snapshot) -> dict[str, WriteContent]:
     """The files of a state in a buffer."""
     if not snapshot.files:
-        return {STATE: lambda file: file.write_pages(buffers.map_pages(number, snapshot.draft.bytes))}
-    fd, places = buffers.fds[number], snapshot.files.items()
+        return {STATE: lambda file: file.write_pages(buffers.map_pages(buffer, snapshot.draft.bytes))}
+    fd, places = buffers.fds[buffer], snapshot.files.items()
     return {
         name: functools.partial(HashingFile.copy_from, source=fd, start=at, size=size) for name, (at, size) in places
     }

@@ -396,7 +396,7 @@ class Writer:
                 self._buffers.write_header(number, replace(snapshot, adopting_round=draft.round))
             else:
                 task = message["task"] and WriteTask(**message["task"])
-                self._buffers.write_header(number, Snapshot(draft, 0, task, snapshot.path))
+                self._buffers.write_header(number, Snapshot(draft, 0, task, snapshot.checkpoint_path))
                 self._rests_until = time.monotonic() + REST_AFTER_RESUME_S
         self._changed.notify_all()
         channel.send(rank, {})
@@ -478,7 +478,12 @@ class Writer:
     def _result_in_header(self, key: SaveKey) -> Message:
         """The result of this save as an earlier writer process has left it."""
         path = next(
-            (snapshot.path for snapshot in self._buffers.held if snapshot is not None and snapshot.key == key), ""
+            (
+                snapshot.checkpoint_path
+                for snapshot in self._buffers.held
+                if snapshot is not None and snapshot.key == key
+            ),
+            "",
         )
         return {"saved": bool(path), "path": path, "why": "" if path else WRITER_KILLED_REASON}
 
@@ -555,7 +560,7 @@ class Writer:
         """The saves that are to be written, and the buffers that they are in."""
         return [(snapshot.key, at) for at, snapshot in enumerate(self._buffers.held) if snapshot and snapshot.is_due]
 
-    def _write(self, number: int, snapshot: Snapshot, is_last: bool) -> tuple[Entry | None, str]:
+    def _write(self, buffer: int, snapshot: Snapshot, is_last: bool) -> tuple[Entry | None, str]:
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
         try:
@@ -564,14 +569,14 @@ class Writer:
             )
             lock.acquire()
             if is_last:
-                return self._last.write(number, snapshot), ""
-            if snapshot.path:  # an older round's checkpoint is this state
-                return checkpoint_files.relink(task.directory, _read_entry(snapshot.path), draft.round), ""
-            own = state_files.file_contents(self._buffers, number, snapshot)
+                return self._last.write(buffer, snapshot), ""
+            if snapshot.checkpoint_path:  # an older round's checkpoint is this state
+                return checkpoint_files.relink(task.directory, _read_entry(snapshot.checkpoint_path), draft.round), ""
+            own = state_files.file_contents(self._buffers, buffer, snapshot)
             return state_files.write_own_files(own, snapshot, self._why_give_up(snapshot)), ""
         except Exception as error:  # noqa: BLE001 - whatever a file system or a store's package raises: others follow
-            if snapshot.path:
-                return self._write(number, replace(snapshot, path=""), is_last)
+            if snapshot.checkpoint_path:
+                return self._write(buffer, replace(snapshot, checkpoint_path=""), is_last)
             return None, str(error) or repr(error)
 
     def _why_give_up(self, snapshot: Snapshot) -> Callable[[], Reason]:
