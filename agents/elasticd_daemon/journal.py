@@ -46,7 +46,7 @@ class AgentJournal:
 
     @property
     def lines_lost(self) -> int:
-        return self._events.lost + self.audit.lost
+        return self._events.lines_lost + self.audit.lines_lost
 
     def close(self) -> None:
         self._events.close()

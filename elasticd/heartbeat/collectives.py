@@ -52,7 +52,7 @@ class CollectiveCounter:
         self._uncounted = id(group)
         return UNKNOWN_COUNT
 
-    def reset(self) -> None:
+    def on_new_group(self) -> None:
         """There is another group now, perhaps one that counts."""
         self._uncounted = 0
 

@@ -74,15 +74,15 @@ def _name_of(cls: type) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def encode(report: ExitReport, limit: int) -> bytes:
-    """The report as JSON of at most `limit` bytes; the end of the traceback is kept."""
+def encode(report: ExitReport, max_bytes: int) -> bytes:
+    """The report as JSON of at most `max_bytes`; the end of the traceback is kept."""
     name, message = report.type[:_MAX_MESSAGE_CHARACTERS], report.message[:_MAX_MESSAGE_CHARACTERS]
     fields = {"kind": report.kind, "type": name, "message": message, "code": report.code}
     bases = [base[:_MAX_MESSAGE_CHARACTERS] for base in report.bases[:_MAX_BASES]]
-    text = report.traceback[-limit:]
+    text = report.traceback[-max_bytes:]
     while True:
         data = json.dumps({**fields, "bases": bases, "traceback": text}, ensure_ascii=False).encode("utf-8", "replace")
-        if len(data) <= limit:
+        if len(data) <= max_bytes:
             return data
         if not text:
             bases.pop()

@@ -203,7 +203,7 @@ class HeartbeatThread:
         issued = self._collectives.issued()
         another = self._group() is not group
         if another:
-            self._collectives.reset()
+            self._collectives.on_new_group()
             try:
                 self._group = weakref.ref(group)
             except TypeError:  # a class of the script's own, with slots

@@ -82,7 +82,7 @@ def look(base: Round, store: StoreLife, here: str, leaving: str = "", seen: Roun
 
 
 def records(seen: Round, here: str, leaving: str = "") -> list[NodeRecord]:
-    read = {"seen_round": seen.number, "seen_term": seen.term}
+    read = {"seen_round": seen.number, "seen_term": seen.store_term}
     return [NodeRecord(n, n, f"{n}:1", (0,), **read, leaving=n * (n in leaving)) for n in here]
 
 

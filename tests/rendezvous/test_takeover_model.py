@@ -31,7 +31,7 @@ Key = tuple[int, int]
 
 
 def key(round: Round) -> Key:
-    return round.term, round.number
+    return round.store_term, round.number
 
 
 def life_of(count: int, name: str) -> StoreLife:
@@ -61,7 +61,7 @@ class Agent:
 
     @property
     def record(self) -> NodeRecord:
-        number, term = (self.round.number, self.round.term) if self.round is not None else (0, 0)
+        number, term = (self.round.number, self.round.store_term) if self.round is not None else (0, 0)
         leaving = "asked" if self.leaving else ""
         return NodeRecord(self.name, self.name, f"{self.name}:1", (0,), "", 0, number, term, leaving=leaving)
 

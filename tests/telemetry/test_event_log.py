@@ -103,7 +103,7 @@ def test_a_full_log_is_rotated_and_a_removed_one_recreated(tmp_path: Path) -> No
     log.write(ended("after rm -r"))
     assert [line["reason"] for line in lines(path)] == ["after rm -r"]
     log.close()
-    assert log.lost == 0
+    assert log.lines_lost == 0
 
 
 def test_without_a_path_nothing_is_done() -> None:
@@ -111,7 +111,7 @@ def test_without_a_path_nothing_is_done() -> None:
     assert isinstance(log, NullEventLog)
     log.write(ended())
     log.close()
-    assert log.lost == 0
+    assert log.lines_lost == 0
 
 
 @pytest.mark.parametrize("name", ["no/such/folder/events", ".", "a" * 300, "pipe"])
@@ -163,7 +163,7 @@ def test_a_full_disk_delays_lines(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for reason in last:
         log.write(ended(reason))
     log.close()
-    assert log.lost == 0
+    assert log.lines_lost == 0
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "only a part of a line could be written; the job continues, and the lines are written later"
     ]
@@ -177,7 +177,7 @@ def test_a_disk_that_stays_full_costs_the_oldest_lines(tmp_path: Path, caplog: p
     with full_disk(path):
         for number in range(200):
             log.write(ended(f"{number} " + "x" * 3000))
-    lost = log.lost
+    lost = log.lines_lost
     log.close()
     found = [json.loads(line)["reason"].split()[0] for line in path.read_bytes().splitlines() if line.endswith(b"}")]
     assert found == [str(number) for number in range(lost, 200)]
@@ -192,11 +192,11 @@ def test_a_pipe_whose_reader_stalls_loses_lines_not_time(tmp_path: Path) -> None
     begun = time.monotonic()
     for _ in range(200):
         log.write(ended("x" * 3000))
-    assert log.lost > 0
+    assert log.lines_lost > 0
     os.close(reader)
     log.write(ended())  # EPIPE
     log.close()
-    assert log.lost > MAX_UNWRITTEN_BYTES // 3300
+    assert log.lines_lost > MAX_UNWRITTEN_BYTES // 3300
     assert time.monotonic() - begun < 20
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd_agent.model.log_events import LogLine, TimeSplit
 from elasticd_agent.telemetry import report as sums
-from elasticd_agent.telemetry.report import MAX_CLOCK_DIFFERENCE_S, NO_RESTART, Report
+from elasticd_agent.telemetry.report import MAX_CLOCK_DIFFERENCE_S, NO_RESTART_CAUSE, Report
 from tests import log_lines
 
 T0 = 1_000_000.0
@@ -148,9 +148,9 @@ def test_a_fault_without_a_round_after_it() -> None:
     assert rows(told, "jobs", "outcome", "faults") == [("failed", 1)]
     for more in ([], crash_on_b("b", 4, 5000)[:3]):
         told = document(*lines, *more)
-        assert rows(told, "causes", "cause", "faults", "lost_seconds") == [(NO_RESTART, 1, 120.0)]
+        assert rows(told, "causes", "cause", "faults", "lost_seconds") == [(NO_RESTART_CAUSE, 1, 120.0)]
         assert rows(told, "ranks", "rank", "cost_seconds") == [(3, 120.0)]
-    assert rows(document(*lines[:4]), "causes", "cause", "faults", "lost_seconds") == [(NO_RESTART, 1, 0.0)]
+    assert rows(document(*lines[:4]), "causes", "cause", "faults", "lost_seconds") == [(NO_RESTART_CAUSE, 1, 0.0)]
     told = document(*lines, published(140, 2, "crash", node="b", spent=split(90, 40, 10, "lost")))
     assert rows(told, "causes", "cause", "faults", "lost_seconds") == [("crash", 1, 160.0)]
 

@@ -309,7 +309,7 @@ class ProgressReporter:
         if moved and seen.last_progress_at is not None:
             steps = dict(zip(round.ranks(job.node), (beat.step for beat in seen.heartbeats), strict=False))
             job.metrics.progress(steps, rate, time.time() - (now - seen.last_progress_at))
-        job.metrics.event_lines_lost(job.events.lost)
+        job.metrics.event_lines_lost(job.events.lines_lost)
         job.console.progress(
             ProgressView(
                 round.number, round.world_size, target_world_size=job.max_workers(round), step=job.step,

@@ -190,7 +190,7 @@ class Round(Document):
         return self.outcome is not None
 
     @property
-    def term(self) -> int:
+    def store_term(self) -> int:
         return 0 if self.store is None else self.store.term
 
     def precedes(self, other: Round) -> bool:
@@ -199,7 +199,7 @@ class Round(Document):
             return False
         if is_later_run(other.run, than=self.run):
             return True
-        return (self.term, self.number) < (other.term, other.number)
+        return (self.store_term, self.number) < (other.store_term, other.number)
 
     def member(self, node: str) -> Member | None:
         return next((m for m in self.members if m.node == node), None)

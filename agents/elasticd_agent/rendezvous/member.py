@@ -357,7 +357,7 @@ class RendezvousMember:
         if self._follower.is_non_member:
             self._agreement.invalidate()
         self._election.round_published()
-        news = {"seen_round": round.number, "seen_term": round.term}
+        news = {"seen_round": round.number, "seen_term": round.store_term}
         if (round.run, round.number) != self._posted:  # an earlier store's Round is published again in the next one
             self._posted = round.run, round.number
             news["paused"] = 0

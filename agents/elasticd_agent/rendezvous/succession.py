@@ -57,7 +57,11 @@ class Succession:
     def look(self, base: Round | None, life: StoreLife | None, records: Iterable[NodeRecord]) -> None:
         """`base`: the Round in the store; `life`: the store's, None if no other agent may host the next one."""
         constrained = base is not None and life is not None and base.store is not None and not base.terminal
-        if self._base is None or base is None or (self._base.term, self._base.number) != (base.term, base.number):
+        if (
+            self._base is None
+            or base is None
+            or (self._base.store_term, self._base.number) != (base.store_term, base.number)
+        ):
             self._readers.clear()
         self._life, self._base, self.lacks_quorum, self.blocked_why = life, base if constrained else None, False, ""
         if base is None or not constrained:
@@ -78,12 +82,12 @@ class Succession:
     def _has_read(self, record: NodeRecord) -> bool:
         """An older version's agent writes no term: it cannot leave the first store."""
         assert self._base is not None
-        return record.seen_term == self._base.term or (record.seen_term == 0 and self._is_published_here)
+        return record.seen_term == self._base.store_term or (record.seen_term == 0 and self._is_published_here)
 
     @property
     def _is_published_here(self) -> bool:
         """The Round was published in this store."""
-        return self._base is not None and self._life is not None and self._base.term == self._life.term
+        return self._base is not None and self._life is not None and self._base.store_term == self._life.term
 
     @property
     def _is_read_by_quorum(self) -> bool:

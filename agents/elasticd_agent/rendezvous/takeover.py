@@ -127,7 +127,7 @@ class TakeOver:
     def _took_over(self, round: Round) -> bool:
         """True if `round` was published in a store that this agent hosts instead of an earlier host."""
         life = self._life
-        return life is not None and life.earlier_lives > 0 and self._store.hosts and round.term == life.term
+        return life is not None and life.earlier_lives > 0 and self._store.hosts and round.store_term == life.term
 
     def store_answered(self, now: float, too_few: bool) -> None:
         """The store has answered all requests of a turn. `too_few`: it is hosted here, and too few members use it."""

@@ -44,7 +44,7 @@ class EventSink(Protocol):
     """A destination of events."""
 
     @property
-    def lost(self) -> int:
+    def lines_lost(self) -> int:
         """Lines that could not be written."""
 
     def write(self, record: LogEvent) -> None: ...
@@ -55,7 +55,7 @@ class EventSink(Protocol):
 class NullEventLog:
     """Without --event-log."""
 
-    lost = 0
+    lines_lost = 0
 
     def write(self, record: LogEvent) -> None:
         pass
@@ -65,7 +65,7 @@ class NullEventLog:
 
 
 class EventLog:
-    """Appends events to a file; `lost` counts the lines that were given up."""
+    """Appends events to a file; `lines_lost` counts those that were given up."""
 
     def __init__(self, path: Path, job: str, node: str, most_bytes: int | None = None) -> None:
         """Raises UsageError when `path` cannot be opened for appending. Makes its directory if only that is missing.
@@ -73,7 +73,7 @@ class EventLog:
         `most_bytes`: a file of this size is renamed to `path`.1 and a new one begun, as after a move or removal by a
         person. Several threads may write.
         """
-        self.lost = 0
+        self.lines_lost = 0
         self._path = path
         self._job = job
         self._node = node
@@ -104,7 +104,7 @@ class EventLog:
             self._write_all()
             while sum(map(len, self._unwritten)) > MAX_UNWRITTEN_BYTES:
                 self._unwritten.popleft()
-                self.lost += 1
+                self.lines_lost += 1
 
     def _rotate(self, most_bytes: int) -> None:
         """Begin a new file if this one is large, or if a person has moved it."""
@@ -153,10 +153,10 @@ class EventLog:
             self._write_all()
             os.close(self._fd)
             self._fd = -1
-            self.lost += len(self._unwritten)
+            self.lines_lost += len(self._unwritten)
             self._unwritten.clear()
-        if self.lost:
-            _log.warning("event log %s: %d lines were lost", self._path, self.lost)
+        if self.lines_lost:
+            _log.warning("event log %s: %d lines were lost", self._path, self.lines_lost)
 
 
 def open_event_log(path: Path | None, job: str, node: str, most_bytes: int | None = None) -> EventSink:
@@ -186,19 +186,19 @@ def encode(record: LogEvent, job: str, node: str) -> bytes:
     return line
 
 
-def _dump(values: Mapping[str, Any], text: int, items: int) -> bytes:
-    shortened = {name: _cut(value, text, items) for name, value in values.items()}
+def _dump(values: Mapping[str, Any], max_chars: int, max_items: int) -> bytes:
+    shortened = {name: _cut(value, max_chars, max_items) for name, value in values.items()}
     if any(shortened[name] != value for name, value in values.items() if not isinstance(value, float)):
         shortened["cut"] = True
     # Names that are not UTF-8 reach us as lone surrogates; backslashreplace turns these into JSON's own escapes.
     return (json.dumps(shortened, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def _cut(value: Any, text: int, items: int) -> Any:
+def _cut(value: Any, max_chars: int, max_items: int) -> Any:
     if isinstance(value, str):
-        return value if len(value) <= text else value[:text] + "…"
+        return value if len(value) <= max_chars else value[:max_chars] + "…"
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(item, text, items) for item in value[:items])
+        return type(value)(_cut(item, max_chars, max_items) for item in value[:max_items])
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -31,7 +31,7 @@ MAX_TIMELINES = 20_000
 """Nodes of jobs. Anybody's job can write a log with any number of names."""
 MAX_RUNS_PER_JOB_ID = 1000
 """Runs of one job id whose failures are told apart."""
-NO_RESTART = "no restart"
+NO_RESTART_CAUSE = "no restart"
 """The cause of time that was lost at the end of a job: no round followed the fault."""
 
 
@@ -252,7 +252,7 @@ class Report:
             fault = _Fault(
                 newest.round + 1,
                 log.timed_until,
-                NO_RESTART,
+                NO_RESTART_CAUSE,
                 newest.round,
                 newest.at,
                 is_in_report=log.timed_until >= self.since,

@@ -70,8 +70,8 @@ class TracingEventSink:
         self._thread.start()
 
     @property
-    def lost(self) -> int:
-        return self._log.lost
+    def lines_lost(self) -> int:
+        return self._log.lines_lost
 
     def write(self, record: LogEvent) -> None:
         """Forward an event, and queue it for the spans. A queue that is full drops the span, never the event."""
@@ -179,22 +179,22 @@ class JobSpans:
                 self._open["job"].set_attributes(_attributes(event, "outcome", "exit_code", "restarts", "step"))
                 self.close(at, event.reason if event.outcome == "failed" else "")
 
-    def close(self, at: int, failed: str = "") -> None:
+    def close(self, at: int, failure_reason: str = "") -> None:
         """End what has not ended."""
-        self._end("round", at, failed)
-        self._end("job", at, failed)
+        self._end("round", at, failure_reason)
+        self._end("job", at, failure_reason)
 
     def _begin(self, name: str, at: int, fields: Mapping[str, Any]) -> None:
         """Begin a span within the innermost one that is open."""
         context = self._trace.set_span_in_context(next(reversed(self._open.values()), self._trace.INVALID_SPAN))
         self._open[name] = self._tracer.start_span(name, context, start_time=at, attributes=dict(fields))
 
-    def _end(self, name: str, at: int, failed: str = "") -> None:
+    def _end(self, name: str, at: int, failure_reason: str = "") -> None:
         """End this span and those within it."""
         while name in self._open:
             inner, span = self._open.popitem()
-            if failed and inner == name:
-                span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, failed))
+            if failure_reason and inner == name:
+                span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, failure_reason))
             span.end(at)
 
     def _add_round_event(self, event: LogEvent, at: int, *names: str) -> None:

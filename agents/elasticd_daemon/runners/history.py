@@ -79,8 +79,8 @@ class JobHistorySink:
         self._rounds: deque[RoundSummary] = deque(maxlen=MAX_EXIT_ROUNDS)
 
     @property
-    def lost(self) -> int:
-        return 0 if self.log is None else self.log.lost
+    def lines_lost(self) -> int:
+        return 0 if self.log is None else self.log.lines_lost
 
     @property
     def rounds(self) -> tuple[RoundSummary, ...]:
