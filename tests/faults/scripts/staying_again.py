@@ -54,7 +54,7 @@ def before(module: Any, name: str, place: str) -> None:
 
 
 before(process_group, "join", "joining")
-before(process_state, "_run", "restoring")
+before(process_state, "_send_or_receive", "restoring")
 session = elasticd.init()
 torch.manual_seed(session.rank)
 layers: list[torch.nn.Module] = [torch.nn.Linear(16, 2048), torch.nn.BatchNorm1d(2048), torch.nn.ReLU()]
