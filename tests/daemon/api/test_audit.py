@@ -20,7 +20,7 @@ from tests.daemon.served import TOKEN, Served
 class Lines:
     """A log in memory."""
 
-    lost = 0
+    lines_lost = 0
 
     def __init__(self) -> None:
         self.events: list[AuditEvent] = []
