@@ -51,7 +51,7 @@ def reason_against_state(attached: Mapping[str, Any], modules: DataParallelModul
     """The same by what is attached."""
     from torch.distributed import ProcessGroup
 
-    if names := sharded.sharded_names(attached):
+    if names := sharded.names_saved_in_shards(attached):
         return f"the state of {', '.join(names)} is divided among the ranks"
     for name, obj in attached.items():
         if not isinstance(obj, Module):

@@ -403,7 +403,11 @@ class Session:
         with ExitStack() as within:
             for sampler in self._samplers.all() if is_next_epoch else ():
                 within.enter_context(sampler.in_next_epoch())
-            drawn = self._between_steps.random_state if self._between_steps is not None and not is_next_epoch else None
+            drawn = (
+                self._between_steps.random_state_to_save
+                if self._between_steps is not None and not is_next_epoch
+                else None
+            )
             saved = self._save("requested by the script", wait=True, random_state=drawn)
         if self._between_steps is not None:
             self._between_steps.on_save(is_next_epoch)

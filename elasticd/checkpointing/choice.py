@@ -214,8 +214,8 @@ class Chooser:
             return {"why": "", "rejected": False}
         held = f"the state of step {choice.step} in the processes of rank {', '.join(map(str, choice.holder_ranks))}"
         why = f"{held} has no place in rank {failed[0][0]}: {failed[0][1]['why']}"
-        others = [state for state in self.states if state.ranks != choice.holder_ranks]
-        rejected = any(state.ranks for state in others) and not all(word["holds"] for _, word in failed)
+        others = [state for state in self.states if state.holder_ranks != choice.holder_ranks]
+        rejected = any(state.holder_ranks for state in others) and not all(word["holds"] for _, word in failed)
         if rejected:
             self.states = others
             self.report(why, choice.step)
@@ -238,17 +238,19 @@ class Chooser:
     def _choose_held(self, state: HeldState, step_on_disk: int) -> Choice:
         snapshot = state.snapshot
         draft, others = snapshot.draft, [other.snapshot for other in self.states if other is not state]
-        for rival in (other for other in self.states if other is not state and other.ranks and state.ranks):
+        for rival in (
+            other for other in self.states if other is not state and other.holder_ranks and state.holder_ranks
+        ):
             if (rival.snapshot.draft.round, rival.snapshot.draft.step) == (draft.round, draft.step):
-                theirs, ours = (", ".join(map(str, one.ranks)) for one in (rival, state))
+                theirs, ours = (", ".join(map(str, one.holder_ranks)) for one in (rival, state))
                 self.report(f"rank {theirs} holds another state of step {draft.step} than rank {ours}", draft.step)
         return Choice(
-            source=StateSource.PROCESS if state.ranks else StateSource.MEMORY,
+            source=StateSource.PROCESS if state.holder_ranks else StateSource.MEMORY,
             manifest=draft,
             name=draft.name,
             save_number=snapshot.save_number,
             key=snapshot.key,
-            holder_ranks=state.ranks,
+            holder_ranks=state.holder_ranks,
             file_holders=state.holders,
             servers=self.servers if state.holders else {},
             copy_only_files=state.copy_only_files,

@@ -22,7 +22,7 @@ from elasticd.checkpointing.memory.writer_client import SnapshotRefused
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import Staging
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
-from elasticd.checkpointing.storage.manifest import FileState, Manifest
+from elasticd.checkpointing.storage.manifest import Manifest, SizeAndChecksum
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.checkpointing.storage.retention import retain
 from elasticd.heartbeat.record import Phase
@@ -55,7 +55,12 @@ class DirectoryWrites:
             self._context.events.write("message", lock.unlocked, None, path=str(path))
 
     def write_now(
-        self, draft: Manifest, fill: Callable[[Staging], dict[str, FileState]], why: str, start: float, token: str = ""
+        self,
+        draft: Manifest,
+        fill: Callable[[Staging], dict[str, SizeAndChecksum]],
+        why: str,
+        start: float,
+        token: str = "",
     ) -> bool:
         """Write the checkpoint while training waits, as `checkpoint_files.write` does; False if that fails. `start` is
         when the save began.

@@ -406,7 +406,9 @@ class Restore:
         names = content[training_state.RESERVED_NAME].get(sharded.NAMES_KEY, [])
         attached, opened = self._attached, self.opened
         large = {name: obj for name, obj in attached.items() if name in names}
-        divided = {name: attached[name] for name in sharded.sharded_names(attached) - {*names} if name in content}
+        divided = {
+            name: attached[name] for name in sharded.names_saved_in_shards(attached) - {*names} if name in content
+        }
         small = {name: obj for name, obj in attached.items() if name not in names and name not in divided}
         if divided:
             sharded.load_attached(divided, sharded.divide_whole_state(divided, content))

@@ -283,7 +283,7 @@ class Saver:
 
         Raises UsageError on every rank where these objects differ between ranks.
         """
-        if self._shards is None and (names := sharded.sharded_names(attached)):
+        if self._shards is None and (names := sharded.names_saved_in_shards(attached)):
             objects = {name: obj for name, obj in attached.items() if name in names}
             self._shards = ShardedSaver(self.context, self._writes, objects)
             self.context.is_sharded = True

@@ -45,7 +45,7 @@ from elasticd.checkpointing.state.shard_plan import ShardPlan
 from elasticd.checkpointing.state.training_state import RESERVED_NAME, StateDict, no_garbage_collection
 from elasticd.checkpointing.storage.atomic_write import Staging
 from elasticd.checkpointing.storage.checkpoint_files import check_cursor
-from elasticd.checkpointing.storage.manifest import METADATA, STATE, FileState, Manifest, shard_name
+from elasticd.checkpointing.storage.manifest import METADATA, STATE, Manifest, SizeAndChecksum, shard_name
 from elasticd.checkpointing.storage.object_url import url_of
 from elasticd.errors import UsageError
 
@@ -330,7 +330,7 @@ class ShardedSaver:
             return False
         opened = False
 
-        def fill(staging: Staging) -> dict[str, FileState]:
+        def fill(staging: Staging) -> dict[str, SizeAndChecksum]:
             nonlocal opened
             opened = True
             context.channel.on_rank0(key, what, lambda: {"folder": str(staging.path)})

@@ -89,7 +89,7 @@ def test_newest_state_where_processes_hold_one(
         save(tmp_path, state)
     opened = OpenState()
     made = chooser(tmp_path, 3, [held, *in_memory], opened)
-    made.states[0].ranks += [0, 2]
+    made.states[0].holder_ranks += [0, 2]
     made.states.sort(key=newest_first_key)
     assert chosen(made) == expected
     opened.close()
@@ -109,7 +109,7 @@ def test_state_that_has_no_place_in_a_rank(
     tmp_path: Path, failed: list[int], others: list[int], expected: tuple[bool, list[int]]
 ) -> None:
     made = chooser(tmp_path, 3, [(1, 10), (1, 10), (1, 5)])
-    made.states[0].ranks, made.states[1].ranks = [0], others
+    made.states[0].holder_ranks, made.states[1].holder_ranks = [0], others
     words = [{"why": "no place" * (rank in failed), "holds": rank in (0, *others)} for rank in range(3)]
     verdict = made.judge_places(made.choose(), words)
     assert bool(verdict["why"]) == bool(failed)

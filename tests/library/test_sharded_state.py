@@ -86,13 +86,13 @@ def objects(**options: Any) -> dict[str, Any]:
 
 def test_modules_and_optimizers_are_in_shards_if_one_has_a_sharded_parameter(mesh: DeviceMesh) -> None:
     plain, other = nn.Linear(6, 4), object()
-    assert sharded.sharded_names({"plain": plain, "other": other}) == frozenset()
+    assert sharded.names_saved_in_shards({"plain": plain, "other": other}) == frozenset()
     divided = shard(nn.Linear(6, 4), mesh)
     attached = {"plain": plain, "other": other, "divided": divided, "sgd": torch.optim.SGD(divided.parameters())}
-    assert sharded.sharded_names(attached) == {"plain", "divided", "sgd"}
-    assert sharded.sharded_names({"sgd": attached["sgd"], "other": other}) == {"sgd"}
+    assert sharded.names_saved_in_shards(attached) == {"plain", "divided", "sgd"}
+    assert sharded.names_saved_in_shards({"sgd": attached["sgd"], "other": other}) == {"sgd"}
     plain.register_buffer("own", distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
-    assert sharded.sharded_names({"plain": plain}) == {"plain"}
+    assert sharded.names_saved_in_shards({"plain": plain}) == {"plain"}
 
 
 def zero(module: nn.Module) -> Any:
@@ -104,7 +104,7 @@ def zero(module: nn.Module) -> Any:
 def test_optimizer_that_divides_its_state_is_sharded(mesh: DeviceMesh) -> None:
     model = nn.Linear(6, 4)
     optimizer = zero(model)
-    assert sharded.sharded_names({"model": model, "optimizer": optimizer}) == {"model", "optimizer"}
+    assert sharded.names_saved_in_shards({"model": model, "optimizer": optimizer}) == {"model", "optimizer"}
     sharded.check_mesh("optimizer", optimizer, 2)
     with pytest.raises(UsageError, match="its parameters are sharded already, and ZeroRedundancyOptimizer would"):
         sharded.check_mesh("optimizer", zero(shard(nn.Linear(6, 4), mesh)), 2)

@@ -229,7 +229,7 @@ class Donor:
     def _connect(self) -> socket.socket:
         """To the writer, as a donor; where there is none, the launcher starts it. Raises OSError."""
         assert self._context.writer is not None
-        connection = channel.connect(self._context.writer.path)
+        connection = channel.connect(self._context.writer.socket_path)
         try:
             channel.send(connection, {"do": "donor", "round": self._round, "version": PROTOCOL_VERSION})
         except OSError:
@@ -491,7 +491,7 @@ class Donor:
         if self._context.writer is None:
             raise CheckpointError("this node keeps no copy of the state in memory")
         writer = self._context.writer
-        return WriterClient(writer.path, 0, 1, writer.is_first_node, writer.make_task_at_end)
+        return WriterClient(writer.socket_path, 0, 1, writer.is_first_node, writer.make_task_at_end)
 
     def on_script_failure(self) -> None:
         """The script has failed, or is about to end by an exception: the launcher will end the others."""

@@ -70,5 +70,5 @@ def decode_held_states(messages: list[bytes]) -> list[HeldState]:
             draft, number, digest = described
             snapshot = Snapshot.of_draft(draft.encode(), number)
             key = (snapshot.draft.round, snapshot.draft.step, digest)
-            states.setdefault(key, HeldState(snapshot)).ranks.append(rank)
+            states.setdefault(key, HeldState(snapshot)).holder_ranks.append(rank)
     return list(states.values())

@@ -79,7 +79,7 @@ class BetweenSteps:
         return bool(self._changes.find_changed())
 
     @property
-    def random_state(self) -> RandomState | None:
+    def random_state_to_save(self) -> RandomState | None:
         """The random state that a save by the script has to have, None for the present one."""
         return None if self.has_begun else self._random_state
 
@@ -152,10 +152,10 @@ class LateChanges:
             return lambda: [getattr(scheduler, "last_epoch", None) for scheduler in nested]
         if isinstance(obj, GradScaler):
             return lambda: id(getattr(obj, "_per_optimizer_states", None))
-        if _copies_tensors(obj):
+        if _state_dict_copies_tensors(obj):
             return None
         self._own.add(name)
-        return lambda: _pickled(obj)
+        return lambda: _pickled_state(obj)
 
     def commit(self) -> None:
         """The state is that of a step."""
@@ -228,7 +228,7 @@ class _Pickler(pickle.Pickler):
         return (obj.data_ptr(), obj._version) if hasattr(obj, "_version") and hasattr(obj, "data_ptr") else None
 
 
-def _copies_tensors(obj: Any) -> bool:
+def _state_dict_copies_tensors(obj: Any) -> bool:
     """Into each state that it gives, so that their places say nothing. False for a state that cannot be had."""
     try:
         first, second = obj.state_dict(), obj.state_dict()
@@ -238,7 +238,7 @@ def _copies_tensors(obj: Any) -> bool:
     return places[0] != places[1]
 
 
-def _pickled(obj: Any) -> bytes:
+def _pickled_state(obj: Any) -> bytes:
     """The pickled state of an object; nothing of a state that cannot be pickled."""
     file = io.BytesIO()
     try:

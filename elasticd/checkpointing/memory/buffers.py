@@ -145,12 +145,12 @@ class BufferFill:
     """A buffer being filled."""
 
     key: SaveKey
-    shares: int
+    share_count: int
     buffer: int
     digest: str
     refused: Reason = ""
-    copying: set[socket.socket] = field(default_factory=set)
-    copied: set[int] = field(default_factory=set)
+    copying_ranks: set[socket.socket] = field(default_factory=set)
+    copied_shares: set[int] = field(default_factory=set)
     failed: Reason = ""
     snapshot: Snapshot | None = None
     files: dict[str, FilePlace] = field(default_factory=dict)
@@ -159,13 +159,18 @@ class BufferFill:
     @property
     def is_incomplete(self) -> bool:
         """Some rank has not copied its share."""
-        return len(self.copied) < self.shares or bool(self.copying)
+        return len(self.copied_shares) < self.share_count or bool(self.copying_ranks)
 
     def repeats(self, older: BufferFill, once: bool) -> bool:
         """Another rank is copying the same step after the same fault; with `once`, or has done so."""
         step = donated_step(self.key[1])
         same = (self.key[0], step) == (older.key[0], donated_step(older.key[1]))
-        return step is not None and same and bool(older.copying or (once and older.copied)) and not older.failed
+        return (
+            step is not None
+            and same
+            and bool(older.copying_ranks or (once and older.copied_shares))
+            and not older.failed
+        )
 
 
 class Buffers:

@@ -40,7 +40,8 @@ class HeldState:
     """The nodes that hold a file of a sharded state as a part of their own."""
     copy_holders: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The nodes that hold a copy of it."""
-    ranks: list[int] = field(default_factory=list)  #: those that hold it in their process; none for one in memory
+    holder_ranks: list[int] = field(default_factory=list)
+    """The ranks that hold it in their process; none for one in memory."""
 
     @cached_property
     def holders(self) -> dict[str, list[int]]:
@@ -87,7 +88,7 @@ def piece_checksums(draft: Manifest, held: list[Snapshot], writer: WriterClient 
 def newest_first_key(state: HeldState) -> tuple[int, int, int, int]:
     """The order from the newest one on; of the same step that of the most processes, which takes no time."""
     round, number = state.snapshot.key
-    return -round, -state.snapshot.draft.step, -len(state.ranks), -number
+    return -round, -state.snapshot.draft.step, -len(state.holder_ranks), -number
 
 
 def node_message(found: list[Snapshot], writer: WriterClient, who: WorkerEnvironment) -> Message:

@@ -26,7 +26,7 @@ from elasticd.checkpointing.memory.state_files import WriteContent
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import Staging, is_abandoned, staging_path
 from elasticd.checkpointing.storage.lineage import Entry, lineage
-from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest, shard_names
+from elasticd.checkpointing.storage.manifest import STATE, Manifest, SizeAndChecksum, shard_names
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 from elasticd.errors import Reason
 
@@ -155,7 +155,7 @@ class LastWrite:
         directory, deadline = Path(task.directory), time.monotonic() + UNBEGUN_PARTS_WAIT_S
         path = directory / f"{draft.name}.again"
 
-        def fill(staging: Staging) -> dict[str, FileState]:
+        def fill(staging: Staging) -> dict[str, SizeAndChecksum]:
             return state_files.merge_parts({"": state_files.write_part(staging.path, contents)})
 
         def publish(staging: Staging, manifest: Manifest) -> Path:
@@ -188,7 +188,7 @@ class LastWrite:
 
     def _commit(
         self, folder: Path, final: Path, contents: Mapping[str, WriteContent], needed: Sequence[str]
-    ) -> dict[str, FileState]:
+    ) -> dict[str, SizeAndChecksum]:
         """Write this node's files, and wait for the others'; or for `final`, which another node may still be writing
         as usual. Raises OSError: FileExistsError once that is there.
         """

@@ -28,7 +28,7 @@ from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, staging_path, write_file
 from elasticd.checkpointing.storage.lineage import Entry
-from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, FileState, Manifest
+from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, Manifest, SizeAndChecksum
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.errors import Reason
 
@@ -78,7 +78,7 @@ def file_contents(buffers: Buffers, buffer: int, snapshot: Snapshot) -> dict[str
 
 def write_part(folder: Path, contents: Mapping[str, WriteContent]) -> Message:
     """Write the files that are not there, or being written; returns {files} or {error}, as JSON has them."""
-    files: dict[str, FileState] = {}
+    files: dict[str, SizeAndChecksum] = {}
     try:
         for name, fill in contents.items():
             with contextlib.suppress(FileExistsError):
@@ -113,7 +113,7 @@ def write_other_part(
         return {"error": str(error)}
 
 
-def merge_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileState]:
+def merge_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, SizeAndChecksum]:
     """All files of all parts, each by what its error begins with. Raises OSError for a part with an error."""
     for who, part in parts.items():
         if "error" in part:
@@ -127,7 +127,7 @@ def _write_and_merge(
     contents: Mapping[str, WriteContent],
     task: WriteTask,
     why_give_up: Callable[[], Reason],
-) -> dict[str, FileState]:
+) -> dict[str, SizeAndChecksum]:
     parts = {"": write_part(staging.path, contents)}
     store = store_of(task.directory)
     for node in range(1, task.nodes):

@@ -178,7 +178,7 @@ class Writer:
         """True if nothing is being copied, donated or written."""
         with self._changed:
             return self._is_all_written() and not (
-                self._donors.are_awaited or any(fill.copying for fill in self._fills)
+                self._donors.are_awaited or any(fill.copying_ranks for fill in self._fills)
             )
 
     def _is_all_written(self) -> bool:
@@ -221,8 +221,8 @@ class Writer:
             return  # known already
         with self._changed:
             for fill in self._fills:
-                if rank in fill.copying:
-                    fill.copying.discard(rank)
+                if rank in fill.copying_ranks:
+                    fill.copying_ranks.discard(rank)
                     self._fail_save(fill, "a rank ended while it copied its share of the state")
         self._waiting = [(key, other) for key, other in self._waiting if other is not rank]
         self._donors.drop_connection(rank)
@@ -240,15 +240,15 @@ class Writer:
         if fill.refused:
             channel.send(rank, {"refused": fill.refused})
             return
-        if fill.shares == 1 and message["share"] > 0:
+        if fill.share_count == 1 and message["share"] > 0:
             channel.send(rank, {"refused": DIVERGED_REASON})
             return
-        if fill.shares > 1 and fill.digest != message["digest"]:
+        if fill.share_count > 1 and fill.digest != message["digest"]:
             self._diverged = message["round"]
             self._fail_save(fill, f"{DIVERGED_REASON}; rank 0 alone saves it from now on")
-        fill.copying.add(rank)
+        fill.copying_ranks.add(rank)
         fd = self._buffers.fds[fill.buffer]
-        answer = {"shares": fill.shares, "like": bool(message.get("like"))}
+        answer = {"shares": fill.share_count, "like": bool(message.get("like"))}
         channel.send(rank, answer, fd)
 
     def _begin_fill(self, key: SaveKey, message: Message) -> BufferFill:
@@ -267,11 +267,11 @@ class Writer:
             fill.refused = "a later save has begun"
             return fill
         for older in list(self._fills) if donated_step(key[1]) is None else []:
-            for copying in list(older.copying):
+            for copying in list(older.copying_ranks):
                 self._receive(copying)  # its report was sent before this save began, and may still be unread
-            if len(older.copied) + len(older.copying) < older.shares:
+            if len(older.copied_shares) + len(older.copying_ranks) < older.share_count:
                 self._fail_save(older, "a later save began before every rank had copied its share")
-        self._fills = [older for older in self._fills if older.copying]
+        self._fills = [older for older in self._fills if older.copying_ranks]
         fill.buffer = self._buffer_for(message.get("like"))
         if fill.buffer < 0:
             fill.refused = STILL_COPIED_REASON
@@ -299,7 +299,7 @@ class Writer:
 
     def _drop_ended_ranks(self) -> None:
         """Ranks whose end is not known yet, as their children hold the connection open."""
-        copying = {rank for fill in self._fills for rank in fill.copying}
+        copying = {rank for fill in self._fills for rank in fill.copying_ranks}
         for rank in [connection for connection in copying if peer.process_has_ended(connection)]:
             self._receive(rank)  # its report may still be unread
             self._drop_connection(rank)
@@ -321,10 +321,10 @@ class Writer:
     def _do_copied(self, rank: socket.socket, message: Message) -> None:
         key = (message["round"], message["number"])
         fill = next((fill for fill in self._fills if fill.key == key), None)
-        if fill is None or rank not in fill.copying:
+        if fill is None or rank not in fill.copying_ranks:
             return
-        fill.copying.discard(rank)
-        fill.copied.add(message["share"])
+        fill.copying_ranks.discard(rank)
+        fill.copied_shares.add(message["share"])
         fill.files |= message.get("files", {})
         if message["share"] == 0:
             draft = parse(message["draft"].encode())
@@ -438,7 +438,7 @@ class Writer:
     def _do_settle(self, rank: socket.socket, message: Message) -> None:
         self._drop_ended_ranks()
         for fill in list(self._fills):
-            for copying in list(fill.copying):
+            for copying in list(fill.copying_ranks):
                 self._receive(copying)  # its report may have been sent before this request
         if message["parts_s"] is not None:
             self._parts_until = min(self._parts_until, time.monotonic() + message["parts_s"])
@@ -449,7 +449,7 @@ class Writer:
 
     def _is_writing_shards(self) -> bool:
         """Or some rank of this node is still copying."""
-        is_copied = any(fill.copying for fill in self._fills if not fill.failed)
+        is_copied = any(fill.copying_ranks for fill in self._fills if not fill.failed)
         return is_copied or any(
             snapshot is not None and snapshot.files and snapshot.is_due for snapshot in self._buffers.held
         )

@@ -54,7 +54,7 @@ class SnapshotRefused(Exception):
 class WriterClient:
     """Share `share` of `shares` of this node's copies is this rank's. Connects when it is used first."""
 
-    path: str
+    socket_path: str
     share: int
     shares: int
     is_first_node: bool
@@ -195,7 +195,7 @@ class WriterClient:
     def _send(self, message: Mapping[str, Any]) -> socket.socket:
         try:
             if self._socket is None:
-                self._socket = channel.connect(self.path, _ANSWER_S)
+                self._socket = channel.connect(self.socket_path, _ANSWER_S)
             channel.send(self._socket, {**message, "version": PROTOCOL_VERSION})
         except OSError:
             self.close()

@@ -26,7 +26,7 @@ from elasticd.checkpointing.state import device_copy
 from elasticd.checkpointing.state.device_copy import GpuCopies, StoragePart
 from elasticd.checkpointing.state.training_state import StateDict, component_tensors
 from elasticd.checkpointing.storage.atomic_write import write_at, write_file
-from elasticd.checkpointing.storage.manifest import STATE, FileState
+from elasticd.checkpointing.storage.manifest import STATE, SizeAndChecksum
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
 
 _RECORD_ALIGNMENT = 64
@@ -45,9 +45,9 @@ class _Record:
     """A file in the archive."""
 
     name: bytes
-    header: int  #: offset of its local header, as `data` is of its content
-    data: int
-    bytes: int
+    header_offset: int  #: offset of its local header, as `data_offset` is of its content
+    data_offset: int
+    data_bytes: int
 
 
 class Layout:
@@ -78,7 +78,7 @@ class Layout:
             "version": b"3\n",
         }
         self._small = [(self._add_record(name, len(data)), data) for name, data in small.items()]
-        self._small += [(record.header, _local_header(record)) for record in self._records]
+        self._small += [(record.header_offset, _local_header(record)) for record in self._records]
         directory = _central_directory(self._records, self._end)
         self._small.append((self._end, directory))
         self.bytes = self._end + len(directory)
@@ -174,7 +174,7 @@ class Layout:
             part[at : at + len(data)] = data
         return bytes(before), bytes(after)
 
-    def write_file(self, folder: Path) -> FileState:
+    def write_file(self, folder: Path) -> SizeAndChecksum:
         """Write state.pt into a directory; returns its size and checksum. Raises OSError."""
         return write_file(folder / STATE, lambda file: self.write(file.write))
 
@@ -243,8 +243,8 @@ def tensors_by_path(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]
 
 def _local_header(record: _Record) -> bytes:
     """Sizes as zip64, so that one form serves records of any size; padded up to the record's data."""
-    sizes = struct.pack("<HHQQ", 1, 16, record.bytes, record.bytes)
-    padding = record.data - record.header - 30 - len(record.name) - len(sizes) - 4
+    sizes = struct.pack("<HHQQ", 1, 16, record.data_bytes, record.data_bytes)
+    padding = record.data_offset - record.header_offset - 30 - len(record.name) - len(sizes) - 4
     extra = sizes + struct.pack("<HH", 0x4246, padding) + bytes(padding)  # "FB", as torch pads
     fixed = struct.pack(
         "<4s5HIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, 0, _ZIP64_MARK, _ZIP64_MARK, len(record.name), len(extra)
@@ -255,7 +255,7 @@ def _local_header(record: _Record) -> bytes:
 def _central_directory(records: list[_Record], start: int) -> bytes:
     entries = bytearray()
     for record in records:
-        extra = struct.pack("<HHQQQ", 1, 24, record.bytes, record.bytes, record.header)
+        extra = struct.pack("<HHQQQ", 1, 24, record.data_bytes, record.data_bytes, record.header_offset)
         sizes = (0, _ZIP64_MARK, _ZIP64_MARK, len(record.name), len(extra), 0, 0, 0, 0, _ZIP64_MARK)
         entries += struct.pack("<4s6H", b"PK\1\2", 45, 45, 0, 0, 0, 0)
         entries += struct.pack("<IIIHHHHHII", *sizes) + record.name + extra

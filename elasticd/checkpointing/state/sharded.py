@@ -59,7 +59,7 @@ def _root_mesh(mesh: Any) -> Any:
     return device_mesh._mesh_resources.get_root_mesh(mesh)
 
 
-def sharded_names(attached: Mapping[str, Any]) -> frozenset[str]:
+def names_saved_in_shards(attached: Mapping[str, Any]) -> frozenset[str]:
     """The modules and optimizers, if one of them is sharded; else none."""
     large = {name: obj for name, obj in attached.items() if isinstance(obj, (Module, Optimizer))}
     is_sharded = any(

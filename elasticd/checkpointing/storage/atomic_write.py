@@ -37,7 +37,7 @@ from pathlib import Path
 from types import TracebackType
 
 from elasticd.checkpointing.storage.lineage import list_names
-from elasticd.checkpointing.storage.manifest import MANIFEST, Checksum, FileState, Manifest
+from elasticd.checkpointing.storage.manifest import MANIFEST, Checksum, Manifest, SizeAndChecksum
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 
 _BLOCK_BYTES = 4 << 20
@@ -128,7 +128,7 @@ class HashingFile:
         self._direct = False
 
 
-def write_file(path: Path, fill: Callable[[HashingFile], None]) -> FileState:
+def write_file(path: Path, fill: Callable[[HashingFile], None]) -> SizeAndChecksum:
     """Let `fill` write a new file; returns its size and checksum. Raises OSError and what `fill` raises."""
     file = HashingFile(path)
     try:
@@ -219,7 +219,7 @@ class Staging:
         if not self._published:  # else another process may have made one of this name by now
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def link_or_copy(self, name: str, source: int) -> FileState | None:
+    def link_or_copy(self, name: str, source: int) -> SizeAndChecksum | None:
         """Hard-link a file from the directory with descriptor `source`, or copy it: then its size and checksum."""
         if store_of(self._directory) is not None and not os.path.exists(f"/proc/self/fd/{source}/{name}"):
             return None  # it is in the object store

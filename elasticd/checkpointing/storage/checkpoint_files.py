@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elasticd.checkpointing.storage.atomic_write import Staging, make_durable_directory, sweep_unfinished
 from elasticd.checkpointing.storage.lineage import Entry, list_names, read_named_manifest
-from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, FileState, Manifest, Unreadable, parse
+from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, Manifest, SizeAndChecksum, Unreadable, parse
 from elasticd.errors import CheckpointRefused
 
 
@@ -31,7 +31,7 @@ def check_cursor(draft: Manifest) -> None:
 def write(
     directory: str | os.PathLike[str],
     draft: Manifest,
-    fill: Callable[[Staging], dict[str, FileState]],
+    fill: Callable[[Staging], dict[str, SizeAndChecksum]],
     token: str = "",
     publish: Callable[[Staging, Manifest], Path] = Staging.publish,
 ) -> Entry:

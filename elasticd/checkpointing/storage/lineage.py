@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.checkpointing.storage import object_store
-from elasticd.checkpointing.storage.manifest import STATE, Checksum, FileState, Manifest, Unreadable, read
+from elasticd.checkpointing.storage.manifest import STATE, Checksum, Manifest, SizeAndChecksum, Unreadable, read
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.checkpointing.storage.page_cache import CacheWindows
 from elasticd.errors import CheckpointCorrupt, CheckpointError
@@ -248,7 +248,7 @@ def _open_verified_once(entry: Entry, name: str, from_disk: bool) -> int:
     return fd
 
 
-def _verify_file(fd: int, name: str, expected: FileState, checksum: Checksum) -> None:
+def _verify_file(fd: int, name: str, expected: SizeAndChecksum, checksum: Checksum) -> None:
     size = os.fstat(fd).st_size
     if size != expected[0]:
         raise CheckpointCorrupt(_wrong_size_reason(name, size, expected))
@@ -282,7 +282,7 @@ def _why_beyond_lineage(found: Manifest, limit: int | None, newer: int, parent_c
     return None
 
 
-def _file_damage(path: Path, name: str, expected: FileState) -> str | None:
+def _file_damage(path: Path, name: str, expected: SizeAndChecksum) -> str | None:
     try:
         status = os.stat(path / name)
     except FileNotFoundError:
@@ -294,5 +294,5 @@ def _file_damage(path: Path, name: str, expected: FileState) -> str | None:
     return None if status.st_size == expected[0] else _wrong_size_reason(name, status.st_size, expected)
 
 
-def _wrong_size_reason(name: str, size: int, expected: FileState) -> str:
+def _wrong_size_reason(name: str, size: int, expected: SizeAndChecksum) -> str:
     return f"{name} has {size} bytes, its manifest says {expected[0]}: it was cut short or replaced"

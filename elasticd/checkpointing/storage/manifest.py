@@ -48,7 +48,7 @@ _MAX_BYTES = 1 << 20
 _INTEGER_LIMIT = 1 << 63
 
 
-FileState = tuple[int, str]
+SizeAndChecksum = tuple[int, str]
 """The size of a file in bytes, and its checksum."""
 
 
@@ -69,7 +69,7 @@ class Manifest:
     """When the state was saved, unix seconds; for people only. A relinked checkpoint has its parent's."""
     relinked: bool = False  #: the round did not train this: it made its parent's checkpoint its own
     version: str = VERSION
-    files: Mapping[str, FileState] = field(default_factory=dict)
+    files: Mapping[str, SizeAndChecksum] = field(default_factory=dict)
     """The files of a sharded checkpoint other than state.pt."""
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)  #: fields of a newer minor version
 
@@ -92,7 +92,7 @@ class Manifest:
         return f"r{self.round}-s{self.step}"
 
     @property
-    def all_files(self) -> dict[str, FileState]:
+    def all_files(self) -> dict[str, SizeAndChecksum]:
         """All files of the checkpoint: state.pt and the shards."""
         return {STATE: (self.bytes, self.checksum), **self.files}
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.bounded_json import JsonObject
-from elasticd.checkpointing.storage.manifest import MANIFEST, Checksum, FileState, Manifest, parse
+from elasticd.checkpointing.storage.manifest import MANIFEST, Checksum, Manifest, SizeAndChecksum, parse
 from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package_reason, scheme_index, url_of
 from elasticd.errors import DirectoryInUse, ObjectStoreError
 
@@ -218,7 +218,9 @@ class ObjectStore:
         else:
             self._place_manifest(name, data, version, damage)
 
-    def _find_missing(self, name: str, files: Mapping[str, FileState], present: Mapping[str, Any]) -> dict[str, str]:
+    def _find_missing(
+        self, name: str, files: Mapping[str, SizeAndChecksum], present: Mapping[str, Any]
+    ) -> dict[str, str]:
         """Sentences about the files that the store lacks. A listing may lag: the object itself is looked up."""
         missing: dict[str, str] = {}
         for file, (size, _) in files.items():
