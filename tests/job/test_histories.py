@@ -106,7 +106,7 @@ class History(World):
             self.later(RoundPublished(r), self.delay())
 
     def log_transition(self, before: Phase, event: Event, actions: list[Action]) -> None:
-        stale = getattr(event, "number", None)
+        stale = getattr(event, "round_number", None)
         if stale is not None and not (
             isinstance(before, Running | Settling | Stopping) and before.round.number == stale
         ):
@@ -165,14 +165,14 @@ class History(World):
 
     def ends(self, action: KillGroup | StopGroup) -> None:
         r = self.started[-1]
-        assert action.number == r.number
+        assert action.round_number == r.number
         for rank in set(range(r.world_size)) - self.dead:
             self.exits(r, rank, -9, None, 0.0)
             self.dead.add(rank)
         self.later(GroupEnded(r.number), self.delay() + 0.001)
 
     def deliver(self, event: Event) -> None:
-        if isinstance(event, WorkerExited) and event not in self.seen and event.number == self.number:
+        if isinstance(event, WorkerExited) and event not in self.seen and event.round_number == self.number:
             killed = event.rank in self.dead and event.status.signal != 9
             if killed or self.gone:
                 return  # it was killed before its fate came
@@ -180,7 +180,7 @@ class History(World):
             r = self.started[-1]
             if len(self.dead) == r.world_size:
                 self.later(GroupEnded(r.number), 0.01)
-        if isinstance(event, GroupEnded) and event.number == self.number:
+        if isinstance(event, GroupEnded) and event.round_number == self.number:
             self.gone = True
         self.seen.append(event)
         self.feed(event)

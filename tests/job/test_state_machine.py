@@ -123,7 +123,7 @@ def test_no_sequence_of_events_makes_an_illegal_move_or_two_groups(history: list
     alive: int | None = None
     newest = 2
     for event in history:
-        if isinstance(event, GroupEnded) and event.number == alive:
+        if isinstance(event, GroupEnded) and event.round_number == alive:
             alive = None
         phase, actions = step(phase, event, RULES)
         for action in actions:
@@ -132,7 +132,7 @@ def test_no_sequence_of_events_makes_an_illegal_move_or_two_groups(history: list
                 assert action.round.number > newest
                 alive = newest = action.round.number
             if isinstance(action, KillGroup | StopGroup):
-                assert action.number == alive
+                assert action.round_number == alive
 
 
 def test_a_move_that_is_not_in_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

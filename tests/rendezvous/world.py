@@ -74,7 +74,7 @@ class World:
 
     def feed(self, event: Event) -> None:
         """Something happened."""
-        if isinstance(event, GroupEnded) and event.number == self.alive:
+        if isinstance(event, GroupEnded) and event.round_number == self.alive:
             self.alive = None
             self.ending = False
         if isinstance(event, StopRequested | StopForced):

@@ -247,7 +247,7 @@ class JobLoop:
             case GroupStarted(number):
                 self._monitor.on_started(message)
                 self._listener.on(message, now)
-                if self._pause is not None and number == self._pause.number:
+                if self._pause is not None and number == self._pause.round_number:
                     self._request_pause(self._pause)
             case WorkersReleased():
                 self._monitor.on_released(message)
@@ -336,8 +336,8 @@ class JobLoop:
 
     def _request_pause(self, pause: messages.PauseRequested) -> None:
         # The number makes every round's request a new one.
-        request = heartbeat.PAUSE | pause.number << 8 | heartbeat.ALL_STAY_FLAG * pause.all_stay
-        self.workers.request_stop_or_pause(pause.number, request if pause.on else 0, only=0)
+        request = heartbeat.PAUSE | pause.round_number << 8 | heartbeat.ALL_STAY_FLAG * pause.all_stay
+        self.workers.request_stop_or_pause(pause.round_number, request if pause.on else 0, only=0)
         if pause.on:  # the ranks wait from the end of a step on until this agent has seen it
             self._monitor.observe_eagerly(time.monotonic(), EAGER_LIMIT_S)
 
@@ -601,7 +601,7 @@ class JobLoop:
         """Start workers whose store is on another node, as soon as its address is known."""
         if self._waiting_for_master is not None and self._master is not None:
             round, workers = self._waiting_for_master
-            if self._master.number == round.number:
+            if self._master.round_number == round.number:
                 self._waiting_for_master = None
                 self.workers.start(round, workers, (self._master.address, self._master.port))
 
@@ -644,11 +644,11 @@ class JobLoop:
         if first is not None:
             self._events.append(first)
             self.workers.end_stores()
-            if self._spares_wanted and self._entered != first.number:
+            if self._spares_wanted and self._entered != first.round_number:
                 self._spares_wanted = False
                 why = "the workers do not stay in their processes at a change (session.run)"
                 self._listener.log(f"--spares: {why}, so spares start theirs with their round")
-            if self.round is not None and self.round.number == first.number:
+            if self.round is not None and self.round.number == first.round_number:
                 self._release_ahead(self.round)
             # With a store, wherever rank 0 is now: if it is here in the next round, there is no time to fork one.
             self.workers.park(self._max_workers, with_store=True)

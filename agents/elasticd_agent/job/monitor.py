@@ -162,11 +162,11 @@ class GroupMonitor:
         A round that was changed in place and fails before its first step may have failed for that.
         """
         seen = self.observation
-        if seen is None or seen.round != kill.number:
+        if seen is None or seen.round != kill.round_number:
             return KeepRequest()
-        if self._kept and self._stepped_round != kill.number:
+        if self._kept and self._stepped_round != kill.round_number:
             why = "it kept workers' processes, and has failed before its first step"
-            self._listener.log(f"round {kill.number}: {why}: the next round has new processes")
+            self._listener.log(f"round {kill.round_number}: {why}: the next round has new processes")
             return KeepRequest()
         fit = (at for at, rank in enumerate(seen.ranks) if rank.slot not in kill.hung_slots and rank.state != "T")
         return KeepRequest(tuple(fit), min(max(PARK_S, self._step_s), LONGEST_PARK_S), kill.why)

@@ -106,7 +106,7 @@ class WorkerReporter:
             case WorkerExited():
                 self._report_exit(event)
             case PeerLost(exit):
-                self._start_fault(exit.number, exit.at)
+                self._start_fault(exit.round_number, exit.at)
             case StoreExited():
                 self._report_store_exit(event)
             case FirstStep(number, at):
@@ -155,19 +155,20 @@ class WorkerReporter:
     def _report_exit(self, exit: WorkerExited) -> None:
         """Report one exit. One that the agent requested is no fault, whatever its status."""
         job, status = self.job, exit.status
-        requested = exit.number in self._ending_rounds
+        requested = exit.round_number in self._ending_rounds
         if status.ok:
             job.goodput.on_exit(exit.at)
         elif not requested:
-            self._start_fault(exit.number, exit.at)
+            self._start_fault(exit.round_number, exit.at)
         kind = "requested" if requested else "success" if status.ok else "signal" if status.signal else "exit_code"
         job.metrics.worker_exited(kind)
         pid = self._pids.pop(exit.local_rank, 0)
         beats = job.observation.heartbeats if job.observation is not None else ()
         job.write(
             events.WorkerExitedEvent(
-                round=exit.number, mono=exit.at, reason=f"rank {exit.rank} (pid {pid}) {status.text}", rank=exit.rank,
-                local_rank=exit.local_rank, pid=pid, exit_code=status.code, signal=status.signal, requested=requested,
+                round=exit.round_number, mono=exit.at, reason=f"rank {exit.rank} (pid {pid}) {status.text}",
+                rank=exit.rank, local_rank=exit.local_rank, pid=pid, exit_code=status.code, signal=status.signal,
+                requested=requested,
                 step=beats[exit.local_rank].step or None if exit.local_rank < len(beats) else None,
             )
         )  # fmt: skip
@@ -176,13 +177,13 @@ class WorkerReporter:
         """Report the exit as the first sign of a fault: the last worker's exit, or the group's end, ends it, too."""
         job = self.job
         workers_left = any(local_rank != STORE_RANK for local_rank in self._pids)
-        if exit.number in self._ending_rounds or job.recovery.fault_at is not None or not workers_left:
+        if exit.round_number in self._ending_rounds or job.recovery.fault_at is not None or not workers_left:
             return
-        self._start_fault(exit.number, exit.at)
+        self._start_fault(exit.round_number, exit.at)
         code, signum = (exit.status.code, exit.status.signal) if exit.status is not None else (None, None)
         job.write(
             events.StoreExitedEvent(
-                round=exit.number, mono=exit.at, reason=f"the workers' store {exit.why}",
+                round=exit.round_number, mono=exit.at, reason=f"the workers' store {exit.why}",
                 pid=self._pids.get(STORE_RANK, 0), exit_code=code, signal=signum,
             )
         )  # fmt: skip
@@ -448,7 +449,7 @@ class HangReporter:
             if rank not in self._stragglers:
                 reason = f"rank {rank} is slow: the others wait for it, its own work takes {ratio:.1f} times as long"
                 self.job.write(
-                    events.StragglerEvent(round=found.number, mono=now, reason=reason, rank=rank, ratio=ratio)
+                    events.StragglerEvent(round=found.round_number, mono=now, reason=reason, rank=rank, ratio=ratio)
                 )
-                self.job.console.log(f"round {found.number}: {reason}", "warning")
+                self.job.console.log(f"round {found.round_number}: {reason}", "warning")
         self._stragglers = {rank for rank, _ in found.ranks}

@@ -326,7 +326,7 @@ _ZERO_ALLOWED_TIMES = (
     "user_error_wait_s",
 )
 _NEXT_ROUND_REASON = "the round that a group holds for can come"
-_REJUDGED_REASON = "leases are judged again before any node counts as lost"
+_LEASES_REJUDGED_REASON = "leases are judged again before any node counts as lost"
 _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] = (
     ("lease_s", ((1, "renewal_s"), (2, "store_timeout_s")), "", "a renewal that fails can be tried once more"),
     ("lease_s", ((3, "store_timeout_s"),), "", "an unanswered request costs less than a third of it"),
@@ -334,8 +334,8 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
     ("join_timeout_s", ((1, "last_call_timeout_s"),), ", a part of it", "a job that has enough nodes begins"),
     ("startup_ceiling_s", ((1, "user_error_wait_s"),), ", a part of it", "an error of all ranks is seen as one"),
     ("hold_timeout_s", ((1, "grow_debounce_s"), (1, "seen_timeout_s")), "", _NEXT_ROUND_REASON),
-    ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED_REASON),
-    ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED_REASON),
+    ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _LEASES_REJUDGED_REASON),
+    ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _LEASES_REJUDGED_REASON),
 )
 """(time, the terms of the sum that it must exceed, a note, so that ...)."""
 

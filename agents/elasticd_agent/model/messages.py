@@ -79,9 +79,9 @@ class RoundPublished:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """A worker of round `number` has ended and was reaped."""
+    """A worker of the round has ended and was reaped."""
 
-    number: int
+    round_number: int
     rank: int
     local_rank: int
     slot: int
@@ -104,9 +104,9 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class StoreExited:
-    """The process hosting the workers' store of round `number` has ended."""
+    """The process hosting the workers' store of the round has ended."""
 
-    number: int
+    round_number: int
     why: str  #: continues "the workers' store"
     at: float
     status: ExitStatus | None = None
@@ -114,29 +114,29 @@ class StoreExited:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The group of round `number` could not be started, or only in part. GroupEnded follows once it is killed."""
+    """The group of the round could not be started, or only in part. GroupEnded follows once it is killed."""
 
-    number: int
+    round_number: int
     why: str
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """Every process of round `number`'s group has been reaped; so has its store, unless other nodes may need it.
+    """Every process of the round's group has been reaped; so has its store, unless other nodes may need it.
 
     Workers with the `kept_local_ranks` have left the round instead, and wait for a release.
     """
 
-    number: int
+    round_number: int
     kept_local_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """The first optimizer step of round `number` was seen."""
+    """The first optimizer step of the round was seen."""
 
-    number: int
+    round_number: int
     at: float
 
 
@@ -300,13 +300,13 @@ class StartGroup:
 
 @dataclass(frozen=True, slots=True)
 class KillGroup:
-    """SIGKILL every process of round `number`'s group, all at once, without grace. GroupEnded follows.
+    """SIGKILL every process of the round's group, all at once, without grace. GroupEnded follows.
 
     With `keep` a worker whose script can leave the round and enter the next one keeps its process, except on
     `hung_slots`. GroupEnded follows all the same, when each worker is dead or waits for a release.
     """
 
-    number: int
+    round_number: int
     why: str
     save: bool = True  #: workers that survive have a moment to save the state of their last step
     keep: bool = False
@@ -317,7 +317,7 @@ class KillGroup:
 class StopGroup:
     """Send `signal` to the group, SIGKILL the rest after `grace_s`. GroupEnded follows."""
 
-    number: int
+    round_number: int
     why: str
     grace_s: float
     signal: str
@@ -332,9 +332,9 @@ class ReportFailure:
 
 @dataclass(frozen=True, slots=True)
 class ReportDone:
-    """Report that all of this node's workers of round `number` have ended with code 0."""
+    """Report that all of this node's workers of the round have ended with code 0."""
 
-    number: int
+    round_number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,45 +380,45 @@ Action = StartGroup | KillGroup | StopGroup | ReportFailure | ReportDone | Repor
 
 @dataclass(frozen=True, slots=True)
 class MasterKnown:
-    """The workers' store of round `number` listens at this address."""
+    """The workers' store of the round listens at this address."""
 
-    number: int
+    round_number: int
     address: str
     port: int
 
 
 @dataclass(frozen=True, slots=True)
 class PauseRequested:
-    """The leader requests that round `number` pauses at a checkpoint (`on`), or withdraws the request.
+    """The leader requests that the round pauses at a checkpoint (`on`), or withdraws the request.
 
     `all_stay`: no node leaves, so ranks that keep their process can hold the state in place of a checkpoint.
     """
 
-    number: int
+    round_number: int
     on: bool
     all_stay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StartAheadRequested:
-    """The leader requests that this node, which is not in round `number`, starts its workers ahead of the next one."""
+    """The leader requests that this node, which is not in the round, starts its workers ahead of the next one."""
 
-    number: int
+    round_number: int
 
 
 @dataclass(frozen=True, slots=True)
 class HangReportRequested:
-    """The leader requests every node's hang report of round `number` (`on`), or withdraws the request."""
+    """The leader requests every node's hang report of the round (`on`), or withdraws the request."""
 
-    number: int
+    round_number: int
     on: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StragglersFound:
-    """The ranks of round `number` that the others wait for."""
+    """The ranks of the round that the others wait for."""
 
-    number: int
+    round_number: int
     ranks: tuple[tuple[int, float], ...]  #: (rank, how many times as long as the others' its own work takes)
 
 
@@ -436,9 +436,9 @@ class LeadershipChanged(LeaderNotice):
 
 @dataclass(frozen=True, slots=True)
 class FaultDetected(LeaderNotice):
-    """A fault has broken round `number`."""
+    """A fault has broken the round."""
 
-    number: int
+    round_number: int
     cause: str  #: in one word
     culprit: str  #: the node at fault, "" where no single one is
     reported_at: float | None = None

@@ -119,7 +119,7 @@ class JobTimeline:
     step: int | None = None
     checkpoint: CheckpointStatus | None = None
     donor_resumes: int = 0
-    donor_steps: int = 0
+    donor_steps_saved: int = 0
     scalars: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     _resumed_steps: dict[int, int] = field(default_factory=dict)
     _training_round: int | None = None  #: the round whose first step came last
@@ -246,7 +246,7 @@ class JobTimeline:
         self._resumed_steps[number] = step
         if event.donor is not None:  # from memory
             self.donor_resumes += 1
-            self.donor_steps += event.steps_saved
+            self.donor_steps_saved += event.steps_saved
         elif self.checkpoint is None or step > self.checkpoint.step:
             # Another node saved it, or an earlier run did.
             self.checkpoint = CheckpointStatus(step, number, event.saved_at)

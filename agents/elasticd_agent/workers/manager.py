@@ -568,7 +568,7 @@ class WorkerManager:
         """Say of a worker that was to keep its process that it has ended. SIGKILL has sentences of its own."""
         if exit.status.signal != signal.SIGKILL or exit.status.out_of_memory:
             who = f"rank {exit.rank} {exit.status.text}"
-            self._report(f"round {exit.number}: {who} while it left the round: a new process follows")
+            self._report(f"round {exit.round_number}: {who} while it left the round: a new process follows")
 
     def _peer_lost(self, group: WorkerGroup, local_rank: int, raised: ExitReport, at: float) -> PeerLost:
         number, ran_s = group.round.number, at - group.started_at

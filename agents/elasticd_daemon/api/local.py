@@ -215,7 +215,7 @@ def summarize(timeline: JobTimeline, node: str, now: float) -> JobProgress:
         restarts=timeline.restarts,
         checkpoint=saved and saved.with_age(now),
         donor_resumes=timeline.donor_resumes,
-        donor_steps=timeline.donor_steps,
+        donor_steps=timeline.donor_steps_saved,
         goodput=None if goodput is None else round(goodput, 4),
         started_at=timeline.began_at,
         rounds=tuple(timeline.rounds_with_costs(now)[-MAX_SHOWN_ROUNDS:]),
