@@ -219,7 +219,7 @@ def test_a_crash_kills_the_rest_at_once_and_names_the_culprit() -> None:
 
 def test_rank_that_has_lost_a_peer_counts_as_its_exit() -> None:
     """Until its process has left the round; its own mistake only counts when it ends by it."""
-    lost = PeerLost(replace(exited(0, 1, ECHO), stays=True))
+    lost = PeerLost(replace(exited(0, 1, ECHO), still_runs=True))
     waiting, actions = step(Running(R3, (), True), lost, RULES)
     assert (waiting, actions) == (
         Settling(R3, (lost.exit,), 10.0 + ROOT_CAUSE_EXIT_WAIT_S),
@@ -232,7 +232,7 @@ def test_rank_that_has_lost_a_peer_counts_as_its_exit() -> None:
     _, (kill, _) = step(waiting, TimerExpired(13.0), RULES)
     assert kill == KillGroup(3, f"rank 0 lost its peers: it raised RuntimeError: {ECHO.message}", keep=True)
     running = Running(R3, (), True)
-    assert step(running, PeerLost(replace(exited(0, 1, MISTAKE), stays=True)), RULES) == (running, [])
+    assert step(running, PeerLost(replace(exited(0, 1, MISTAKE), still_runs=True)), RULES) == (running, [])
 
 
 def test_peer_loss_names_ranks_with_code_0() -> None:

@@ -153,7 +153,7 @@ def test_group_that_no_rank_has_entered_ends_as_before(job: StartJob) -> None:
 def test_lost_peer_is_reported_and_the_worker_stays(job: StartJob) -> None:
     three = job(lost=[2])
     lost = three.node.until(PeerLost).exit
-    assert (lost.rank, lost.slot, lost.stays) == (2, 2, True)
+    assert (lost.rank, lost.slot, lost.still_runs) == (2, 2, True)
     assert lost.exit_report is not None and lost.exit_report.message == "closed by peer"
     assert three.end() == GroupEnded(1, (0, 1, 2))
 

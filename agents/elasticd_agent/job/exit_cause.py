@@ -198,7 +198,7 @@ def describe_exit(exit: WorkerExited) -> str:
     report = exit.exit_report
     if report is None or report.kind == "exit":
         return exit.status.text
-    return f"raised {_one_line(report)}" if exit.stays else f"{exit.status.text} ({_one_line(report)})"
+    return f"raised {_one_line(report)}" if exit.still_runs else f"{exit.status.text} ({_one_line(report)})"
 
 
 def _one_line(report: ExitReport) -> str:

@@ -386,7 +386,7 @@ class JobLoop:
                 # Ranks stop together, and one has ended alone: the others would wait for the next round.
                 self._kill_unstopped(number, f"rank {rank} lost its peers before all had stopped: saved and killed")
             case messages.FlushStarted(size) if size > LARGE_STATE_BYTES:
-                if isinstance(self.phase, messages.Flushing) and self.phase.failed:
+                if isinstance(self.phase, messages.Flushing) and self.phase.job_failed:
                     what = f"the newest state in memory ({size / 1e9:.1f} GB)"
                     self._listener.log(f"waiting for {what} to reach the disk; SIGTERM ends the wait")
             case messages.StopRequested() | messages.StopForced() if not isinstance(self.phase, messages.Flushing):

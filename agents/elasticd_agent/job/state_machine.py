@@ -329,7 +329,7 @@ def _flushing(phase: Flushing, event: Event) -> Transition:
     """The job is over for this node; the newest state in memory is written to the disk before it leaves."""
     match event:
         case FlushStarted(size, at):
-            wait_s = LAST_WRITE_S + size * LAST_WRITE_S_PER_BYTE if phase.failed else LAST_WRITE_OF_STOP_S
+            wait_s = LAST_WRITE_S + size * LAST_WRITE_S_PER_BYTE if phase.job_failed else LAST_WRITE_OF_STOP_S
             until = at + wait_s
             return replace(phase, until=until), [SetTimer(until)] if until != phase.until else []
         case RoundPublished(r) if r.number > phase.round and r.terminal:

@@ -89,7 +89,7 @@ class WorkerExited:
     exit_report: ExitReport | None
     at: float
     ran_s: float = 0.0
-    stays: bool = False  #: it has raised, but has not ended: see PeerLost
+    still_runs: bool = False  #: it has raised, but has not ended: see PeerLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,13 +267,13 @@ class Stopping:
 class Flushing:
     """The work on this job is over; the newest state in memory is being written, until `until` at the latest.
 
-    `failed`: the job has failed, and its last step is worth a longer wait than a stop allows.
+    `job_failed`: its last step is worth a longer wait than a stop allows.
     """
 
     round: int
     exit_code: int
     why: str
-    failed: bool = False
+    job_failed: bool = False
     until: float = math.inf
 
 
@@ -360,7 +360,7 @@ class SetTimer:
 class Flush:
     """Write the newest state in memory, if there is one that no round needs: FlushStarted and Flushed follow."""
 
-    failed: bool
+    job_failed: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {plural(number, noun)}"
 
 
-def shortened(text: str, most: int) -> str:
-    """At most `most` characters of a sentence: it ends after a word, with "…"; a word that is longer is cut itself."""
-    if len(text) <= most:
+def shortened(text: str, max_chars: int) -> str:
+    """At most `max_chars` of a sentence: it ends after a word, with "…"; a word that is longer is cut itself."""
+    if len(text) <= max_chars:
         return text
-    words = text[:most].rpartition(" ")[0].rstrip(" ,;:")
-    return (words if len(words) >= most // 2 else text[: most - 1]) + "…"
+    words = text[:max_chars].rpartition(" ")[0].rstrip(" ,;:")
+    return (words if len(words) >= max_chars // 2 else text[: max_chars - 1]) + "…"
 
 
 def visible(text: str, kept: str = "") -> str:

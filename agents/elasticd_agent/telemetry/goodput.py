@@ -20,6 +20,8 @@ from elasticd_agent.model.log_events import TimeSplit, TimeState
 from elasticd_agent.model.records import Round
 
 NEVER = float("inf")
+FaultCostS = float
+"""Seconds that a fault has cost, 0 where none preceded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class GoodputTracker:
         self.ledger = self.ledger if self._left_out else self.ledger.on_fault(now)
         self._ended_round = number if ends else self._ended_round
 
-    def on_observation(self, seen: Observation) -> float | None:
+    def on_observation(self, seen: Observation) -> FaultCostS | None:
         """One look at the workers. At the first new step after a fault: the seconds that it cost, or 0; else None."""
         at = seen.last_progress_at
         if seen.first_step_at is None or at is None:

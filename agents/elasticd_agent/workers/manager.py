@@ -573,7 +573,7 @@ class WorkerManager:
     def _peer_lost(self, group: WorkerGroup, local_rank: int, raised: ExitReport, at: float) -> PeerLost:
         number, ran_s = group.round.number, at - group.started_at
         rank, slot = group.round.ranks(self._node)[local_rank], self._slots_of(group.round)[local_rank]
-        exit = WorkerExited(number, rank, local_rank, slot, ExitStatus(1), raised, at, ran_s, stays=True)
+        exit = WorkerExited(number, rank, local_rank, slot, ExitStatus(1), raised, at, ran_s, still_runs=True)
         return PeerLost(exit)
 
     def _process_unkillable(self, round: Round, process: messages.UnkillableProcess) -> ProcessUnkillable:
