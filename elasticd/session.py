@@ -115,7 +115,7 @@ class Session:
         self._modules = DataParallelModules(self._issued)
         if self._launch.is_connected:
             self._modules.watch()
-            self._launch.on_change = lambda: self._modules.check_before_forward(self._launch.raise_if_changed)
+            self._launch.on_change = self._on_change
         self._entry: EntryState | None = None
         """State of this process at the call of `run`; None before."""
         self._is_attached_by_train = False
@@ -695,6 +695,11 @@ class Session:
         for attached in (self._attached, self._optional, self._optimizers, self._context.per_rank):
             attached.clear()
         self._committing = []
+
+    def _on_change(self) -> None:
+        """This process has to leave the round; called by another thread, before connections are broken."""
+        self._publisher.publish_no_more()
+        self._modules.check_before_forward(self._launch.raise_if_changed)
 
     def _close_round(self) -> None:
         if self._scalars is not None:

@@ -221,9 +221,13 @@ class StatusPublisher:
             atexit.unregister(self.close)
             self._thread.join(_CLOSE_TIMEOUT_S)
 
+    def publish_no_more(self) -> None:
+        """From any thread, and before the connection to the store is broken: torch prints a warning at its next use."""
+        self._abandoned = True
+
     def abandon(self) -> None:
         """End the thread without a word to the other ranks: its connection to the store is broken."""
-        self._abandoned = True
+        self.publish_no_more()
         self.close()
         self._store = self._connection = None
 
