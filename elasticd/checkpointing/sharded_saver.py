@@ -65,11 +65,11 @@ class ShardedSaver:
             mine = sharded.structure_digests(objects)
         except UsageError as error:
             mine = {"error": str(error)}
-        probe = self._agree("sharded objects", "what is attached there", mine, self._check_same_structure)["probe"]
+        probe = self._agree("sharded objects", "what is attached there", mine, self._compare_and_probe)["probe"]
         sees = not probe or url_of(context.chosen_directory) is not None or (context.chosen_directory / probe).exists()
         self._agree("shared directory", "whether it sees the checkpoint directory", sees, self._check_shared_directory)
 
-    def _check_same_structure(self, every: list[dict[str, str]]) -> Message:
+    def _compare_and_probe(self, every: list[dict[str, str]]) -> Message:
         """Raises UsageError for other objects than rank 0's; makes a file that all ranks should see."""
         if why := next((words["error"] for words in every if "error" in words), ""):
             raise UsageError(why)

@@ -80,7 +80,7 @@ from elasticd.checkpointing.storage.manifest import Manifest
 from elasticd.errors import CheckpointError, Reason
 from elasticd.rejoin.launch_channel import NoLaunchChannel
 
-LONGEST_COPY_S = 200e-6
+LONGEST_COMMIT_COPY_S = 200e-6
 """The longest that the copies at a commit may take, or COPY_SHARE_OF_STEP of a step if that is longer; else the rank is
 no donor."""
 COPY_SHARE_OF_STEP = 0.002
@@ -107,7 +107,7 @@ OTHER_COPY_WAIT_S = 5.0
 COPY_HELD_AFTER_S = 1.0
 """A state that is held for longer is copied, too: all processes that hold it may be lost while they wait. The only one
 of its node begins at once. A copy that is not complete when the round is does not go on."""
-_SLICE_BYTES = 16 << 20
+_COPY_SLICE_BYTES = 16 << 20
 """The part of a tensor after which such a copy may end."""
 _MID_CHANGE_REASON = "it was between the optimizer's step and session.step()"
 HasDrawn = bool
@@ -137,7 +137,7 @@ class CopyTrial:
         if self._last:
             self.step_s = min(self.step_s, start - self._last)
         self._last = start
-        if self.measures_next(commits) or self._copy_s <= max(LONGEST_COPY_S, COPY_SHARE_OF_STEP * self.step_s):
+        if self.measures_next(commits) or self._copy_s <= max(LONGEST_COMMIT_COPY_S, COPY_SHARE_OF_STEP * self.step_s):
             return ""
         self._commits *= 4
         if self._commits <= MOST_TRIAL_COMMITS:
@@ -677,9 +677,9 @@ class Donor:
         fd = buffer
 
         def write(offset: int, data: memoryview) -> None:
-            for start in range(0, len(data), _SLICE_BYTES):
+            for start in range(0, len(data), _COPY_SLICE_BYTES):
                 check()
-                write_at(fd, offset + start, data[start : start + _SLICE_BYTES])
+                write_at(fd, offset + start, data[start : start + _COPY_SLICE_BYTES])
 
         try:
             state.layout.copy_shared(write, 0, 1)

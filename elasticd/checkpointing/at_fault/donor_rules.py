@@ -53,7 +53,7 @@ MUTABLE_SETTING_REASON = (
 class _Rank:
     context: SaveContext
     attached: Mapping[str, Any]
-    averaged: Mapping[int, torch.nn.Parameter]
+    averaged_parameters: Mapping[int, torch.nn.Parameter]
 
     @property
     def is_alone(self) -> bool:
@@ -75,10 +75,10 @@ class _Rank:
 
 
 def reason_against(
-    context: SaveContext, attached: Mapping[str, Any], averaged: Mapping[int, torch.nn.Parameter]
+    context: SaveContext, attached: Mapping[str, Any], averaged_parameters: Mapping[int, torch.nn.Parameter]
 ) -> Reason:
     """Why this rank can never be a donor, "" if it can: by the first rule that applies."""
-    rank = _Rank(context, attached, averaged)
+    rank = _Rank(context, attached, averaged_parameters)
     return next((why for rule in _RULES if (why := rule(rank))), "")
 
 
@@ -159,9 +159,9 @@ def _no_replicated_optimizer(rank: _Rank) -> Reason:
         # Without a gradient, and without a state of a time when it had one, it is left as it is.
         every = [parameter for group in obj.param_groups for parameter in group["params"]]
         own = {id(parameter) for parameter in every if parameter.requires_grad or parameter in obj.state}
-        if not own <= rank.averaged.keys() and rank.is_alone:
+        if not own <= rank.averaged_parameters.keys() and rank.is_alone:
             return "an optimizer trains a parameter of no attached module"
-        if not own <= rank.averaged.keys():
+        if not own <= rank.averaged_parameters.keys():
             return "an optimizer trains a parameter whose gradient DistributedDataParallel does not average"
     return ""
 

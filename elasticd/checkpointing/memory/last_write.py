@@ -71,7 +71,7 @@ class LastWrite:
                 return at
         return None
 
-    def result(self, results: Mapping[SaveKey, Mapping[str, Any]]) -> Message:
+    def flush_result(self, results: Mapping[SaveKey, Mapping[str, Any]]) -> Message:
         """{step, path} of the checkpoint that is left, and `why` a newer state is none; {} without a state.
 
         Waits until other nodes have left theirs. `results`: of the writes as usual, by the state's key.

@@ -473,7 +473,7 @@ class Writer:
             flushed = self._flushes if self._is_all_written() else []
         while flushed:
             with contextlib.suppress(OSError):
-                channel.send(flushed.pop(), self._last.result(self._results))
+                channel.send(flushed.pop(), self._last.flush_result(self._results))
 
     def _result_in_header(self, key: SaveKey) -> Message:
         """The result of this save as an earlier writer process has left it."""

@@ -35,7 +35,7 @@ from elasticd.checkpointing.storage.manifest import Manifest
 
 WRITER_VARIABLE = "ELASTICD_WRITER"
 """share/shares:path, the path of the writer's socket; set by the launcher."""
-_ANSWER_S = 30.0
+_ANSWER_TIMEOUT_S = 30.0
 """The writer answers within milliseconds; it, or the machine, may be stopped for a while."""
 LOST_PART_WAIT_S = 2.0
 """The wait for the part of a node that does not write any more: a network file system may show it late."""
@@ -176,7 +176,9 @@ class WriterClient:
         """The result of a save: {saved, path, why}. Raises SnapshotRefused, OSError."""
         return self._request({"do": "wait", "round": round, "number": number}, timeout_s)[0]
 
-    def are_shards_pending(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float | None = None) -> bool:
+    def are_shards_pending(
+        self, wait: bool, timeout_s: float = _ANSWER_TIMEOUT_S, parts_s: float | None = None
+    ) -> bool:
         """True if a sharded state is being copied or written; with `wait`, the answer comes when none is. From now on
         the writer waits for the parts of other nodes for `parts_s` at most. Raises SnapshotRefused, OSError.
         """
@@ -195,7 +197,7 @@ class WriterClient:
     def _send(self, message: Mapping[str, Any]) -> socket.socket:
         try:
             if self._socket is None:
-                self._socket = channel.connect(self.socket_path, _ANSWER_S)
+                self._socket = channel.connect(self.socket_path, _ANSWER_TIMEOUT_S)
             channel.send(self._socket, {**message, "version": PROTOCOL_VERSION})
         except OSError:
             self.close()
@@ -208,7 +210,7 @@ class WriterClient:
             raise ConnectionError("the writer's answer has no buffer")
         return fds[0], answer
 
-    def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[Message, list[int]]:
+    def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_TIMEOUT_S) -> tuple[Message, list[int]]:
         """The answer, with descriptors. Where the writer has died, also since the last request, the next one is asked.
 
         Raises SnapshotRefused, and OSError: TimeoutError, or when there is no writer.

@@ -29,7 +29,7 @@ _UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUP
 # A new holder locks exclusively only while it writes its name, for microseconds.
 _TIMEOUT_S = 0.5
 _PAUSE_S = 0.02
-_MAX_BYTES = 1 << 16
+_MAX_LOCK_FILE_BYTES = 1 << 16
 
 
 class DirectoryLock:
@@ -136,7 +136,7 @@ def _try_lockf(fd: int, kind: int) -> bool:
 
 def _read_holder(fd: int) -> dict[str, str]:
     try:
-        claim = json.loads(os.pread(fd, _MAX_BYTES, 0))
+        claim = json.loads(os.pread(fd, _MAX_LOCK_FILE_BYTES, 0))
         return {key: str(claim[key]) for key in ("job", "run", "host", "pid")}
     except (ValueError, KeyError, TypeError):
         return {}

@@ -43,7 +43,7 @@ CHECKSUM_ALGORITHM = next(iter(_ALGORITHMS))
 (0.04 s instead of 0.57 s a gigabyte); `xxhsum -H2 state.pt` checks a file by hand."""
 NO_CHECKSUM = "none:"
 """The checksum of a state in memory."""
-_MAX_BYTES = 1 << 20
+_MAX_MANIFEST_BYTES = 1 << 20
 """Ten thousand ranks' files fit."""
 _INTEGER_LIMIT = 1 << 63
 
@@ -142,7 +142,7 @@ def read(checkpoint: Path) -> Manifest | Unreadable:
     """The manifest in the directory `checkpoint`."""
     try:
         with open(checkpoint / MANIFEST, "rb", opener=_open_nonblocking) as file:
-            data = file.read(_MAX_BYTES + 1)
+            data = file.read(_MAX_MANIFEST_BYTES + 1)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             return Unreadable(f"{MANIFEST} is missing")
@@ -157,8 +157,8 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 def parse(data: bytes) -> Manifest | Unreadable:
     """The inverse of `to_json`, also of another minor version."""
-    if len(data) > _MAX_BYTES:
-        return Unreadable(f"{MANIFEST} is longer than {_MAX_BYTES} bytes")
+    if len(data) > _MAX_MANIFEST_BYTES:
+        return Unreadable(f"{MANIFEST} is longer than {_MAX_MANIFEST_BYTES} bytes")
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError):
