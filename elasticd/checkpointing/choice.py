@@ -1,9 +1,8 @@
 """The state that the ranks of a round restore, and how rank 0 chooses it.
 
 The newest state wins: one that ranks hold in their processes, one in the memory of the nodes, or a checkpoint in the
-directory. A round that has left anything in the directory has superseded what older rounds have elsewhere.
-Rank 0 walks the lineage from the newest checkpoint,
-checks each while reading it, and reports which it skipped and why.
+directory. A round that has left anything in the directory has superseded what older rounds have elsewhere. Rank 0 walks
+the lineage from the newest checkpoint, checks each while reading it, and reports which it skipped and why.
 """
 
 from __future__ import annotations

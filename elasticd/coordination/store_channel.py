@@ -28,9 +28,9 @@ from elasticd.errors import DecisionTimeout, ElasticdError
 from elasticd.heartbeat.collectives import default_group, group_timeout_ms
 from elasticd.heartbeat.record import HeartbeatWriter, NullHeartbeat
 
+LEAST_DEFAULT_TIMEOUT_S = 600.0
 # The longest wait inside torch: after it a signal handler gets its turn. torch prints two lines for each wait that
 # times out, so after the first one the key is polled, in pauses that add at most this share of the wait.
-LEAST_DEFAULT_TIMEOUT_S = 600.0
 _LONGEST_TORCH_WAIT_S = 1.0
 _POLL_INTERVAL_SHARE = 0.02
 _LONGEST_POLL_INTERVAL_S = 0.25

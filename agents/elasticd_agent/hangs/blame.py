@@ -34,7 +34,7 @@ from elasticd_agent.hangs.rank import RENDEZVOUS_FUNCTION, RankState, describe_w
 from elasticd_agent.model.phrases import has_have
 
 MOST_PLACES = 4
-"""Ranks of one hang that wait in more places than this have no wait that could be recognised again."""
+"""The most places in which ranks of one hang wait that it is recognised by."""
 _CAUSES_WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")
 """The worst of several culprits names the cause: one that works may still finish by itself."""
 

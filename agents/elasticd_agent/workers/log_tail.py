@@ -5,9 +5,8 @@ are also the buffer: output that the console does not take yet is read later. A 
 `<name>.1` and truncated, as by logrotate's copytruncate; output between the last copy and the truncation, microseconds,
 is lost. Bytes pass unchanged, whatever their encoding.
 
-One thread serves all files of a job. It polls, as torchrun does: ten looks a second are as quick as a
-reader. Each look is bounded: a file gives at most one piece a
-turn, so a worker that prints without end delays the others by a moment only.
+One thread serves all files of a job. It polls, as torchrun does: ten looks a second are as quick as a reader. Each look
+is bounded: a file gives at most one piece a turn, so a worker that prints without end delays the others by a moment.
 
 Order matters more than speed. A round's last lines, which hold the traceback that explains the restart, come before the
 next round's first. While a finished round still has something to show, later rounds wait, for `FINISH_TIMEOUT_S` at

@@ -1,4 +1,4 @@
-"""What was preloaded comes back with the package that a script imports, and nothing else does (launcher/hidden.py)."""
+"""What was preloaded comes back with the package that a script imports, and nothing else does (launcher/hidden_modules.py)."""
 
 from __future__ import annotations
 

@@ -154,27 +154,6 @@ class HiddenModules(importlib.abc.MetaPathFinder):
                     delattr(parent, attribute)
         sys.meta_path.insert(0, self)
 
-    @contextlib.contextmanager
-    def all_visible(self) -> Iterator[None]:
-        """The body finds hidden modules imported, as torch's own code does; what it imports itself is hidden after."""
-        hidden = {name: module for batch in self.batches for name, module in batch.modules.items()}
-        detached = [child for batch in self.batches for child in batch.detached]
-        before = set(sys.modules)
-        sys.modules.update(hidden)
-        for parent, attribute, child in detached:
-            setattr(parent, attribute, child)
-        try:
-            yield
-        finally:
-            batch = next((batch for batch in self.batches if "torch" in batch.modules), None)
-            for name in set(sys.modules) - before:
-                if name in hidden:
-                    del sys.modules[name]
-                elif batch is not None and name.partition(".")[0] not in sys.stdlib_module_names:
-                    batch.modules[name] = sys.modules.pop(name)
-            for parent, attribute, _ in detached:
-                delattr(parent, attribute)
-
     def when_imported(self, name: str, then: Callable[[], None]) -> None:
         """Call `then` as soon as the hidden module `name` is imported."""
         if self.get_loaded(name) is not None:
