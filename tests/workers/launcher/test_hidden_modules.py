@@ -1,4 +1,4 @@
-"""What was preloaded comes back with the package that a script imports, and nothing else does (launcher/hidden_modules.py)."""
+"""hidden_modules.py: what was preloaded comes back with the package that a script imports, and nothing else does."""
 
 from __future__ import annotations
 
