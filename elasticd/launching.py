@@ -26,7 +26,7 @@ from typing import Any
 from elasticd.errors import LaunchError, UsageError
 
 WORKER_MODULE = "elasticd.launching"
-_PARENT_ONLY_ENTRIES = ("authkey", "log_to_stderr", "log_level", "name", "start_method", "orig_dir")
+_PARENT_ONLY_PREPARATION = ("authkey", "log_to_stderr", "log_level", "name", "start_method", "orig_dir")
 """Entries that `multiprocessing` hands to its own children only."""
 
 
@@ -57,7 +57,7 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if getattr(sys.modules["__main__"].__spec__, "name", "") == WORKER_MODULE:
         raise UsageError("elasticd.launch() at the import of a worker: call it below `if __name__ == '__main__':`")
     about = multiprocessing.spawn.get_preparation_data("elasticd")
-    preparation = {name: value for name, value in about.items() if name not in _PARENT_ONLY_ENTRIES}
+    preparation = {name: value for name, value in about.items() if name not in _PARENT_ONLY_PREPARATION}
     is_file = "init_main_from_name" in preparation or os.path.isfile(preparation.get("init_main_from_path", ""))
     dumps: Callable[[Any], bytes] = pickle.dumps
     if not is_file:

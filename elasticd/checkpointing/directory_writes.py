@@ -95,7 +95,7 @@ class DirectoryWrites:
             self._has_reported_refusal = True
             self._context.report(f"checkpoints are written while training waits: {why}", step)
 
-    def report_if_lost(self) -> None:
+    def report_if_save_lost(self) -> None:
         """Report, on rank 0, that the writer has ended before it had every rank's share: no other process knows."""
         context = self._context
         if self._expected is None or context.writer is None:
@@ -123,7 +123,7 @@ class DirectoryWrites:
         if not result["saved"]:
             logger.warning("a checkpoint failed: %s", result["why"])
             if result["why"] == WRITER_KILLED_REASON:
-                self.report_if_lost()
+                self.report_if_save_lost()
         self._expected = None
         return bool(result["saved"])
 

@@ -447,7 +447,7 @@ class Restore:
             return [*notes, lost]
         notes += training_state.set_random_state(own, group.device)
         with contextlib.suppress(OSError):
-            step_files.keep_random_state(rank, choice.step, group.device)
+            step_files.keep_restored_random_state(rank, choice.step, group.device)
         return notes
 
     def _recorded_random_state(self, choice: Choice, saved: Mapping[str, Any], rank: int) -> RandomState | None:
@@ -464,9 +464,9 @@ class Restore:
         if record.committed is None and committed_state.RNG_DRAWS_KEY not in saved:  # by a donor of an older version
             if record.expected is not None and saved.get(committed_state.RNG_EXPECTED_KEY, False):
                 return record.expected.random_state
-            return step_files.kept_random_state(rank, step, round)
+            return step_files.kept_restored_random_state(rank, step, round)
         known = record.random_state(committed_state.RankDraws.from_saved(saved))
-        return known or step_files.kept_random_state(rank, step, round)
+        return known or step_files.kept_restored_random_state(rank, step, round)
 
     def _agree_on_success(self, choice: Choice, error: Exception | None, notes: list[str]) -> Resumed:
         """All ranks have loaded the state, or all raise: each its own error, or one that names the others'."""

@@ -115,7 +115,7 @@ class Saver:
         context.round, context.directory = opened["round"], path
         if context.writer is not None:
             context.writer.make_task_at_end = context.write_task_at_end
-            context.writer.before_successor = self._writes.report_if_lost
+            context.writer.before_successor = self._writes.report_if_save_lost
         return path
 
     def _lock_and_find_round(self, path: Path) -> int:

@@ -141,7 +141,7 @@ class WholeSaver:
             refusal = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
             self._writes.report_refusal(refusal, draft.step)
             if isinstance(error, OSError):
-                self._writes.report_if_lost()
+                self._writes.report_if_save_lost()
             return False
         self._writes.expect_write(draft.step)
         return True

@@ -88,14 +88,14 @@ class ElasticDataLoader(ElasticLoader):
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left, in place of `range(count)`."""
-        self._attach_and_restore()
+        self._attach_restore_and_checkpoint()
         for epoch in super().epochs(count):
             if self.session.should_stop:
                 return
             yield epoch
 
     def __iter__(self) -> Iterator[Any]:
-        self._attach_and_restore()
+        self._attach_restore_and_checkpoint()
         send = require("accelerate.utils", "accelerate").send_to_device
         self._outside.close()
         if self._micro == self.sampler.accumulate - 1:  # the loop left the last iteration after that step
@@ -116,7 +116,7 @@ class ElasticDataLoader(ElasticLoader):
         self._micro = None
         self._outside.enter_context(self.session.phase("eval"))
 
-    def _attach_and_restore(self) -> None:
+    def _attach_restore_and_checkpoint(self) -> None:
         if self._begun:
             return
         self._begun = True

@@ -222,7 +222,7 @@ def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, lea
     writer = SimpleNamespace(close=lambda: None, find_all=lambda: states, wait_for_result=lambda *_: lost)
     writes = writes_of(tmp_path, writer, note)
     writes.expect_write(20)
-    tell = writes.report_if_lost if learned == "at the next save" else writes.wait_until_saved
+    tell = writes.report_if_save_lost if learned == "at the next save" else writes.wait_until_saved
     for _ in range(2):
         assert not tell()  # type: ignore[func-returns-value]
     assert [step for kind, step in events if kind == "checkpoint_failed"] == ([] if held else [20])

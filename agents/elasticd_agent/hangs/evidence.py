@@ -57,7 +57,7 @@ ORPHAN_GRACE_S = 5.0
 """A helper whose agent was killed ends this long after its deadline."""
 REAP_S = 0.5
 
-_KEPT_RANK_FIELDS = ("source", "processes", "log", "groups")
+_FIELDS_FROM_EARLIER = ("source", "processes", "log", "groups")
 """Fields of a rank that stay in the record when a later gathering could not take them."""
 
 _log = logging.getLogger("elasticd.evidence")
@@ -300,7 +300,7 @@ class EvidenceCollector:
         older = {rank.rank: rank for rank in earlier.ranks} if earlier is not None else {}
         ranks = []
         for rank in evidence.ranks:
-            missing = [name for name in _KEPT_RANK_FIELDS if rank.rank in older and not getattr(rank, name)]
+            missing = [name for name in _FIELDS_FROM_EARLIER if rank.rank in older and not getattr(rank, name)]
             ranks.append(replace(rank, **{name: getattr(older[rank.rank], name) for name in missing}))
         record = replace(evidence, ranks=tuple(ranks)).shortened()
         self._published = {final: record}

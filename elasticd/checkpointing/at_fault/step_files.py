@@ -33,13 +33,13 @@ def record_paths_on_node(kind: str, round: int) -> list[str]:
     return list(map(str, Path(record_path(kind, 0, round)).parent.glob(f"{kind}-*")))
 
 
-def kept_random_state(rank: int, step: int, round: int) -> RandomState | None:
+def kept_restored_random_state(rank: int, step: int, round: int) -> RandomState | None:
     """The random state with which a rank of that round trained on after it had resumed without one, if it ran here."""
     record = step_record.read(record_path("resumed", rank, round), step, [])
     return record.random_state if record is not None else None
 
 
-def keep_random_state(rank: int, step: int, device: torch.device) -> None:
+def keep_restored_random_state(rank: int, step: int, device: torch.device) -> None:
     """Keep the random state of a round that has resumed from a state without it: should it commit no step, the next one
     resumes from that.
     """

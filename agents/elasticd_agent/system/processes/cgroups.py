@@ -29,11 +29,11 @@ def throttled_s(pids: Iterable[int], proc: str = "/proc", root: str = ROOT) -> f
     The sum, not the longest: a group that was throttled for long, and is not any more, would hide the others.
     """
     groups = {procfs.read(f"{proc}/{pid}/cgroup") for pid in pids}
-    directories = {path for text in groups for path in _group_directories(os.fsdecode(text), root)}
+    directories = {path for text in groups for path in _cpu_groups_and_ancestors(os.fsdecode(text), root)}
     return sum(_parse_throttled_s(procfs.read(f"{path}/cpu.stat")) for path in directories)
 
 
-def _group_directories(groups: str, root: str) -> Iterator[str]:
+def _cpu_groups_and_ancestors(groups: str, root: str) -> Iterator[str]:
     """The groups in /proc/PID/cgroup: "0::/a/b" is version 2, "3:cpu,cpuacct:/a/b" the CPU controller of version 1."""
     for line in groups.splitlines():
         number, controllers, group = (*line.split(":", 2), "", "")[:3]
