@@ -222,7 +222,7 @@ class StatusPublisher:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def publish_no_more(self) -> None:
-        """From any thread, and before the connection to the store is broken: torch prints a warning at its next use."""
+        """Safe from any thread. Call it before the connection breaks: torch prints a warning at its next use."""
         self._abandoned = True
 
     def abandon(self) -> None:
