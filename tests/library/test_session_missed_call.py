@@ -110,7 +110,7 @@ class Published:
     def check(self, keys: list[str]) -> bool:
         return keys[0] in self.keys
 
-    def last(self, rank: int) -> tuple[int, RankStatus | None]:
+    def last_with_number(self, rank: int) -> tuple[int, RankStatus | None]:
         assert rank == 1
         return len(self.statuses), self.statuses.pop(0) if self.statuses else None
 
