@@ -103,15 +103,15 @@ class _Consumption:
             self.least_fetched = new if self.least_fetched is None else min(self.least_fetched, new)
         self.fetched_at_commit = fetched
 
-    def skips_steps(self, global_batch: int) -> bool:
+    def leaves_steps_uncommitted(self, global_batch: int) -> bool:
         """More than one step is fetched for each commit, beyond what a DataLoader prefetches."""
         certain = self.exhausted or self.commits >= _COMMITS_FOR_CERTAINTY
         return certain and self.least_fetched is not None and self.least_fetched > global_batch
 
-    def has_skipped_steps(self, global_batch: int, world_size: int) -> bool:
+    def has_left_steps_uncommitted(self, global_batch: int, world_size: int) -> bool:
         """The same after the loop; also where all steps were prefetched, and a wrapper took every world_size-th one."""
         if self.least_fetched is not None or not self.exhausted:
-            return self.skips_steps(global_batch)
+            return self.leaves_steps_uncommitted(global_batch)
         return (
             self.loader.wrapped and world_size > 1 and abs(self.steps_at_start - self.commits * world_size) < world_size
         )
@@ -228,12 +228,12 @@ class ElasticBatchSampler:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in a whole epoch, independent of the cursor: the number for a learning-rate schedule."""
-        return len(range(0, self._epoch_end, self._global_batch))
+        return len(range(0, self._last_step_end, self._global_batch))
 
     @property
     def last(self) -> bool:
         """True if the step at the cursor is the epoch's last one; False after it too."""
-        return self._offset < self._size and self._offset + self._global_batch >= self._epoch_end
+        return self._offset < self._size and self._offset + self._global_batch >= self._last_step_end
 
     def __len__(self) -> int:
         """Micro-batches this rank would still yield in this epoch, counted from the committed cursor."""
@@ -279,11 +279,11 @@ class ElasticBatchSampler:
                 "finish, and commit() counts them in the order of the epoch: a resume would repeat some samples and "
                 "lose others. Leave in_order at its default, True"
             )
-        self._consumption.on_commit(self._fetched, self._epoch_end)
-        self._refuse_skipped_steps(self._consumption.skips_steps(self._global_batch))
+        self._consumption.on_commit(self._fetched, self._last_step_end)
+        self._refuse_uncommitted_steps(self._consumption.leaves_steps_uncommitted(self._global_batch))
         self._usage.has_committed = True
         # The samples that drop_last leaves out belong to the last step, so that offset == length always means "over".
-        self._offset = self._size if step.stop == self._epoch_end else step.stop
+        self._offset = self._size if step.stop == self._last_step_end else step.stop
         self._restored = False
         self._finished_here = self._offset == self._size
 
@@ -304,7 +304,9 @@ class ElasticBatchSampler:
             )
         self._finished_here = False
         if epoch != self._epoch:
-            self._refuse_skipped_steps(self._consumption.has_skipped_steps(self._global_batch, self._world_size))
+            self._refuse_uncommitted_steps(
+                self._consumption.has_left_steps_uncommitted(self._global_batch, self._world_size)
+            )
             self._place_cursor(epoch, 0)
 
     @property
@@ -381,7 +383,9 @@ class ElasticBatchSampler:
             raise SamplerError(
                 f"epoch {self._epoch} is finished; call sampler.set_epoch({self._epoch + 1}) before the next iteration"
             )
-        self._refuse_skipped_steps(self._consumption.has_skipped_steps(self._global_batch, self._world_size))
+        self._refuse_uncommitted_steps(
+            self._consumption.has_left_steps_uncommitted(self._global_batch, self._world_size)
+        )
         self._consumption = _Consumption(_calling_loader(self), steps_at_start=len(self._remaining_step_starts()))
         if self.on_next is not None:
             self.on_next(True)
@@ -420,7 +424,7 @@ class ElasticBatchSampler:
         usage.last_exhausted_iteration = max(usage.last_exhausted_iteration, iteration)
         if generation == self._generation:
             self._consumption.exhausted = True
-            self._refuse_skipped_steps(self._consumption.skips_steps(self._global_batch))
+            self._refuse_uncommitted_steps(self._consumption.leaves_steps_uncommitted(self._global_batch))
 
     def _report_next(self) -> None:
         if self.on_next is not None:
@@ -431,7 +435,7 @@ class ElasticBatchSampler:
             return self._given_order(epoch)
         return Permutation(self._size, self._seed, epoch) if self._shuffle else None
 
-    def _refuse_skipped_steps(self, skipped: bool) -> None:
+    def _refuse_uncommitted_steps(self, skipped: bool) -> None:
         """SamplerError for an iteration that commits only some of the steps it fetches.
 
         One that is left early has fetched ahead by what its DataLoader prefetches, and then one step for each commit.
@@ -467,10 +471,10 @@ class ElasticBatchSampler:
         return _Slice(start, start + base + (number < larger))
 
     def _remaining_step_starts(self) -> range:
-        return range(self._offset, self._epoch_end, self._global_batch)
+        return range(self._offset, self._last_step_end, self._global_batch)
 
     def _step_from(self, start: int) -> _Slice:
-        return _Slice(start, min(start + self._global_batch, self._epoch_end))
+        return _Slice(start, min(start + self._global_batch, self._last_step_end))
 
     def _step_at_cursor(self, caller: str) -> _Slice:
         if self._offset == self._size:
@@ -489,7 +493,7 @@ class ElasticBatchSampler:
         self._consumption = _Consumption(_Loader())
 
     @property
-    def _epoch_end(self) -> int:
+    def _last_step_end(self) -> int:
         return self._size - self._size % self._global_batch if self._drop_last else self._size
 
     def _cursor_text(self) -> str:

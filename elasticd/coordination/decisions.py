@@ -73,12 +73,13 @@ class DecisionPoints:
         self._last_step = step
         self._last_at = time.monotonic()
 
-    def decide_at(self, step: int, is_due: bool = False) -> Decision | None:
-        """The decision for this step, if it is a decision point; `is_due`: it is one, as every rank knows.
+    def decide_at(self, step: int, due_on_all_ranks: bool = False) -> Decision | None:
+        """The decision for this step, if it is a decision point; `due_on_all_ranks`: it is one, as every rank
+        knows.
 
         Raises DecisionTimeout when rank 0's does not arrive.
         """
-        if step < self.next and not is_due:
+        if step < self.next and not due_on_all_ranks:
             return None
         if self._channel.rank == 0:
             decision = self._decide_on_rank0(step)

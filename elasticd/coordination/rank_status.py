@@ -82,7 +82,7 @@ class StatusReader:
     def read(self, store: Any, ranks: Iterable[int]) -> None:
         """Read the status of these ranks, or of the first few of them. Raises what the store does."""
         for rank in list(ranks)[:MAX_RANKS_LISTED]:
-            content = _read_status(store, f"{self._prefix}status/{rank}")
+            content = _read_numbered_status(store, f"{self._prefix}status/{rank}")
             now = time.monotonic()
             known = self._received.get(rank)
             if content is not None and (known is None or known.number != content[0]):
@@ -122,7 +122,7 @@ class StatusReader:
         return ", ".join(f"rank {rank} ({self.describe(rank)})" for rank in every[:MAX_RANKS_LISTED]) + more
 
 
-def _read_status(store: Any, key: str) -> tuple[int, RankStatus] | None:
+def _read_numbered_status(store: Any, key: str) -> tuple[int, RankStatus] | None:
     """The status there, without waiting for one; None if it is absent or cannot be decoded."""
     if not store.check([key]):
         return None

@@ -70,7 +70,7 @@ from elasticd.errors import WireError
 from elasticd.heartbeat.exit_report import ExitReport, decode, encode
 from elasticd.memory_order import order_stores, register_writer
 
-INIT_PROCESS_GROUP = "init_process_group"
+INIT_PROCESS_GROUP_BARRIER = "init_process_group"
 """The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
 PAUSE_BARRIER = "pause"
 """The name of the barrier at which a paused rank waits."""

@@ -34,7 +34,7 @@ from elasticd.heartbeat.collectives import (
 )
 from elasticd.heartbeat.exit_report import report_exception
 from elasticd.heartbeat.main_thread import MainThread
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP, MAX_GROUPS, STACKS_SIGNAL, HeartbeatWriter, Phase
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER, MAX_GROUPS, STACKS_SIGNAL, HeartbeatWriter, Phase
 from elasticd.heartbeat.recorders import GroupCountReader, flight_recorder_dump
 
 PERIOD_S = 0.1
@@ -197,7 +197,7 @@ class HeartbeatThread:
             self._timeout_ms = 0
             if not self._joining and self._writer.current_phase == Phase.STARTING and is_in_init_process_group():
                 self._joining = True
-                self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP)
+                self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP_BARRIER)
             return UNKNOWN_COUNT
         self._joining = False
         issued = self._collectives.issued()
@@ -221,7 +221,7 @@ def is_in_init_process_group() -> bool:
     """The main thread is inside init_process_group, where it waits for all other ranks."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_code.co_name == INIT_PROCESS_GROUP and "distributed" in frame.f_code.co_filename:
+        if frame.f_code.co_name == INIT_PROCESS_GROUP_BARRIER and "distributed" in frame.f_code.co_filename:
             return True
         frame = frame.f_back
     return False

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP, Heartbeat, Phase, StepSource
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER, Heartbeat, Phase, StepSource
 from elasticd_agent.hangs import deadlines as learning
 from elasticd_agent.hangs.deadlines import LearnedDurations, StepHistory
 from elasticd_agent.hangs.observer import Observation
@@ -219,7 +219,7 @@ def test_history_learns_idle_pauses(steps: int, changes: dict[str, object], expe
     ("beat", "phase", "barrier", "expected"),
     [
         (Heartbeat(), "starting", "", 0.0),
-        (Heartbeat(), "starting", INIT_PROCESS_GROUP, POLICY.startup_ceiling_s),
+        (Heartbeat(), "starting", INIT_PROCESS_GROUP_BARRIER, POLICY.startup_ceiling_s),
         (Heartbeat(source=StepSource.SESSION), "starting", "", POLICY.startup_ceiling_s),
         (Heartbeat(phase=Phase.EXIT), "exit", "", 0.0),
     ],

@@ -15,7 +15,7 @@ from elasticd_agent.model.version import version
 from elasticd_agent.system import installation
 
 
-@pytest.mark.parametrize("name", sorted(installation._PROGRAMS))
+@pytest.mark.parametrize("name", sorted(installation._PROGRAM_PATHS))
 def test_program_exists(name: str) -> None:
     assert Path(installation.program(name)).exists()
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER
 from elasticd_agent.hangs.patience import HangEvidence
 from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RENDEZVOUS_FUNCTION, RankState, describe_waits, labels
@@ -220,7 +220,7 @@ def _not_joined(group: _StalledRanks) -> Blame | None:
     joining = [rank for rank in group.others(suspects) if rank.is_joining]
     if not suspects or not joining or any(rank.report.collectives >= 0 for rank in suspects):
         return None
-    call = min(rank.report.function or INIT_PROCESS_GROUP for rank in joining)
+    call = min(rank.report.function or INIT_PROCESS_GROUP_BARRIER for rank in joining)
     why = f"{labels(suspects)} {has_have(suspects)} not reached {call}{_activity_lead(suspects)}{_activity(suspects)}"
     why += _held_up(group.others(suspects), suspects)
     return Blame(tuple(suspects), "never_joined", why, _evidence_outside_wait(suspects, "never_joined"))

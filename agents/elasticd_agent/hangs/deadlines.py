@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP, StepSource
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER, StepSource
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.model.job import Policy
@@ -141,7 +141,7 @@ class StepHistory:
         """
         self._record(seen)
         stepped = seen.first_step_at is not None
-        joining = any(rank.phase == "starting" and rank.barrier == INIT_PROCESS_GROUP for rank in seen.ranks)
+        joining = any(rank.phase == "starting" and rank.barrier == INIT_PROCESS_GROUP_BARRIER for rank in seen.ranks)
         if not (stepped or self._ever_stepped or joining or seen.has_session):
             return 0.0
         phases = {rank.phase for rank in seen.ranks if not rank.exited} or {"starting"}

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP, PAUSE_BARRIER
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER, PAUSE_BARRIER
 from elasticd_agent.model.reports import RankLocation, RankReport
 
 BUSY_CORES = 0.1
@@ -149,7 +149,7 @@ class RankState:
         report = self.report
         if report.where:
             return report.where == "init"
-        return report.phase == "starting" and report.barrier == INIT_PROCESS_GROUP
+        return report.phase == "starting" and report.barrier == INIT_PROCESS_GROUP_BARRIER
 
     @property
     def waits_out_of_band(self) -> bool:
@@ -305,5 +305,5 @@ def _describe_wait(rank: RankState) -> str:
     if report.barrier and report.phase == "barrier":
         return f"barrier {report.barrier!r}"
     named = {"collective": "a collective", "device": "a device synchronisation"}
-    other = INIT_PROCESS_GROUP if report.phase == "starting" else "a barrier"
+    other = INIT_PROCESS_GROUP_BARRIER if report.phase == "starting" else "a barrier"
     return report.function or named.get(report.where, other)

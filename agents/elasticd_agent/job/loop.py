@@ -238,7 +238,7 @@ class JobLoop:
                 for event in self.workers.handle(message):
                     self._handle(event, now)
                 if self._slots.starting and not self.workers.can_release_ahead:
-                    self._stop_starting_ahead("workers start cold")
+                    self._give_up_starting_ahead("workers start cold")
                 if self._rules.multi_node and not self._launcher_settled and self.workers.start_mode_is_known:
                     self._launcher_settled = True
                     self._rendezvous.update_node_record(warm=1)
@@ -523,8 +523,8 @@ class JobLoop:
             self._slots.mark_ready(self._slots.starting)
         self._announce_slots()
 
-    def _stop_starting_ahead(self, why: str) -> None:
-        self._listener.log(self._slots.stop_starting_ahead(why))
+    def _give_up_starting_ahead(self, why: str) -> None:
+        self._listener.log(self._slots.give_up_starting_ahead(why))
         self._announce_slots()
 
     def _start_node_ahead(self) -> None:
@@ -567,7 +567,7 @@ class JobLoop:
             try:
                 self.workers.release_ahead(self._prepare_ahead(round, slots, self._address()))
             except OSError as error:
-                self._stop_starting_ahead(str(error))
+                self._give_up_starting_ahead(str(error))
 
     def _start_group(self, round: Round) -> None:
         """Start this node's group of `round`, or wait with it.

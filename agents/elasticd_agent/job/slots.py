@@ -112,11 +112,11 @@ class Slots:
         if self._failed[slot] < MAX_FAILED_STARTS and not ended.is_refused:
             return f"{who}: another one starts ({self._failed[slot] + 1} of {MAX_FAILED_STARTS})"
         if not ended.is_late:
-            return self.stop_starting_ahead(who)
+            return self.give_up_starting_ahead(who)
         self._given_up.add(slot)
         return f"{who}, as {MAX_FAILED_STARTS - 1} before it: the job continues without the slot"
 
-    def stop_starting_ahead(self, why: str) -> str:
+    def give_up_starting_ahead(self, why: str) -> str:
         """No process of this job will come to its entry ahead of its round."""
         self._starting.clear()
         self._starts_with_round = True

@@ -330,7 +330,7 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
     """
     avoided = avoided_slots(view, aged_quarantined_slots(view, current, now))
     is_asked = can_keep_processes(view, current)
-    waiting = waiting_nodes(view, current, policy, now)
+    waiting = eligible_non_members(view, current, policy, now)
     return [
         p
         for p in waiting
@@ -338,7 +338,7 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
     ]
 
 
-def waiting_nodes(view: View, current: Round, policy: Policy, now: float) -> list[PresentNode]:
+def eligible_non_members(view: View, current: Round, policy: Policy, now: float) -> list[PresentNode]:
     """Nodes outside `current` that could be in the next Round, the longest waiting first."""
     excluded = exclusions(view, current, {}, now)
     here = {m.identity for m in current.members}

@@ -38,7 +38,7 @@ from elasticd_agent.model.messages import FaultDetected, Notice, StragglersFound
 from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round, StoreLife
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.faults import FaultTracker
-from elasticd_agent.rendezvous.membership import can_keep_processes, waiting_nodes
+from elasticd_agent.rendezvous.membership import can_keep_processes, eligible_non_members
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import LivenessProber, PeerObservations
 from elasticd_agent.rendezvous.plan import plan
@@ -283,7 +283,7 @@ class Planner:
         if not current.terminal and can_keep_processes(view, current):
             stay = [m for m in current.members if (r := view.record(m.node)) is None or not r.leaving]
             room = max(0, self._requirements.max_nodes - len(stay)) + self._requirements.spares
-            nodes = [p.record.id for p in waiting_nodes(view, current, self._policy, now)[:room]]
+            nodes = [p.record.id for p in eligible_non_members(view, current, self._policy, now)[:room]]
         wanted = "\n".join([str(current.number), *nodes]).encode() if nodes else None
         if wanted != self._asked_ahead:  # an earlier leader's names an earlier round, or the same nodes
             self._set_request(self._keys.ahead, wanted)

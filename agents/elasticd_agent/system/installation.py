@@ -17,7 +17,7 @@ from pathlib import Path
 import elasticd
 import elasticd_agent
 
-_PROGRAMS = {
+_PROGRAM_PATHS = {
     "owner": "workers/launcher/owner.py",
     "template": "workers/launcher/template.py",
     "hidden_modules": "workers/launcher/hidden_modules.py",
@@ -41,7 +41,7 @@ _COMPILED_SUFFIX = f".{sys.implementation.cache_tag}.pyc"
 
 def program(name: str) -> str:
     """The path of a file of ours that another interpreter runs or loads. Raises KeyError for an unknown name."""
-    return str(_packages()["elasticd_agent"] / _PROGRAMS[name])
+    return str(_packages()["elasticd_agent"] / _PROGRAM_PATHS[name])
 
 
 def library_file(module: str) -> str:

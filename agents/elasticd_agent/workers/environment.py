@@ -139,6 +139,6 @@ def nccl_dump_paths(env: Mapping[str, str], rank: int) -> tuple[Path, Path] | No
     return Path(f"{pipe}{rank}.pipe"), Path(f"{file}{rank}")
 
 
-def visible_devices(slots: tuple[int, ...], devices: tuple[str, ...], only: int | None = None) -> str:
+def visible_devices(slots: tuple[int, ...], devices: tuple[str, ...], only_local_rank: int | None = None) -> str:
     """CUDA_VISIBLE_DEVICES: a slot is an index into `devices`, LOCAL_RANK one into the result."""
-    return ",".join(devices[slot] for slot in (slots if only is None else (slots[only],)))
+    return ",".join(devices[slot] for slot in (slots if only_local_rank is None else (slots[only_local_rank],)))

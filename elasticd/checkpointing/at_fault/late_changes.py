@@ -39,7 +39,7 @@ only."""
 LOOKS_AT_SLOW_OBJECTS = 8
 _INTEGRATIONS_PREFIX = "elasticd.integrations."
 """The modules in which the attached state of a framework's loop is made, which does again what a fault kept it from."""
-_PIECE_BYTES = 1024
+_SAMPLED_PIECE_BYTES = 1024
 """The bytes from the beginning, the middle and the end of a parameter."""
 ReadState = Callable[[], Any]
 
@@ -214,7 +214,7 @@ def _pieces_reader(parameter: torch.Tensor) -> ReadState:
         if (start := parameter.data_ptr()) != known:
             size = parameter.untyped_storage().nbytes() - parameter.storage_offset() * parameter.itemsize
             size = int(min(size, parameter.nbytes))
-            length = min(size, _PIECE_BYTES)
+            length = min(size, _SAMPLED_PIECE_BYTES)
             known, pieces = start, {(start + skipped, length) for skipped in (0, (size - length) // 2, size - length)}
         return [ctypes.string_at(*piece) for piece in pieces]
 

@@ -11,7 +11,7 @@ import os
 import sys
 
 
-def _run() -> None:
+def _run_template() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     sys.path_importer_cache.pop(here, None)
@@ -30,7 +30,7 @@ def _run() -> None:
     template.main(config)
 
 
-_run()
+_run_template()
 _spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
 if _spec is None or _spec.loader is None:
     # as site.py expects where there is none; it also removes our module from sys.modules
