@@ -121,7 +121,7 @@ class DiskCleaner:
     def close(self) -> None:
         """End the thread. The wait is bounded, since the disk may hang."""
         self._closing.set()
-        self._thread.join(1.0)  # it may hang on a dead disk
+        self._thread.join(1.0)
 
     def _run(self) -> None:
         pause_s = FIRST_CLEANUP_S

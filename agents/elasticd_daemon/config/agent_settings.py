@@ -3,8 +3,7 @@
 A key is Annotated with its help, an example where the default is none, and RELOADABLE if SIGHUP reloads it.
 
 Times and sizes are written with their unit in the file ("60s", "1GB") and are numbers here, with the unit in the name.
-A
-key that SIGHUP may change is read by the code at each use; all others are fixed when the agent starts: a reload keeps
+A key that SIGHUP may change is read by the code at each use; all others are fixed when the agent starts: a reload keeps
 their values, and says which new ones count after a restart.
 """
 

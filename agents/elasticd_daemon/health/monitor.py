@@ -148,7 +148,7 @@ class HealthMonitor:
             why = (isinstance(error, OSError) and error.strerror) or error
             results = [failed("machine", f"no check can run: {why}")]
         if self._closing:
-            return  # the results of an interrupted run mean nothing
+            return
         self.results = tuple(results)
         self._checked_at = time.monotonic()
         if self._file.was_deleted():

@@ -83,8 +83,7 @@ class ManagedRunner:
     remnants_deadline: float | None = None
     empty_scans: int = 0
     """The scans in a row in which the lock was taken, but no process of the job's user had it: its descriptor is in a
-    socket or
-    another user's process, or a process that has it was being forked during the scan of /proc."""
+    socket or another user's process, or a process that has it was being forked during the scan of /proc."""
     tree_before_kill: tuple[ProcessIdentity, ...] = ()
     last_status: Mapping[str, Any] | None = None
     job_uid: int | None = field(init=False, default=None)

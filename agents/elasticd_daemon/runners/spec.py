@@ -27,7 +27,7 @@ from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.records import RoundSummary
 
 MAX_SPEC_BYTES = 16 << 20
-"""A job file has at most 1 MiB; a spec contains it twice, once quoted twice."""
+"""Far above what a job file makes, of which a spec has two copies, one of them quoted twice."""
 MAX_EXIT_BYTES = 512 << 10
 """An exit becomes a record in etcd."""
 MAX_REASON_CHARS = 2000

@@ -243,8 +243,7 @@ def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]], now: float) -> 
 
 def _stamp_end(files: JobFiles, now: float) -> float:
     """The time of the end, by a file that only the agent can write: a job's user could date its own into the future.
-    Raises
-    OSError."""
+    Raises OSError."""
     if not files.end_mark.exists():
         files.agent_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         files.end_mark.touch(0o600)
