@@ -28,12 +28,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come back; draws demo.png
 	@$(BIN)/python examples/demo.py
 
-# Beside each other: mypy works for most of a minute with one core.
-test: $(READY)  ## everything CI runs: check, and the whole test suite
-	@$(MAKE) --no-print-directory check & check=$$!; \
-	    tests/install-servers; \
-	    $(BIN)/python -m pytest -q --numprocesses 4 --dist loadfile --no-loadscope-reorder; \
-	    wait $$check || { echo "make check has failed, see above"; exit 1; }
+test: check  ## everything CI runs: check, then the whole test suite
+	@tests/install-servers
+	@$(BIN)/python -m pytest -q --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-system: $(READY)  ## the slow tests: variants of faults, several hosts, the service under a booted systemd; needs root
 	@tests/install-servers system
