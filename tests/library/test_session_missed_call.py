@@ -95,6 +95,21 @@ def test_rank_that_ends_before_it_has_a_connection_says_so() -> None:
     assert calls == [store]
 
 
+def test_rank_that_leaves_its_round_uses_the_store_no_more() -> None:
+    from torch.distributed import HashStore
+
+    store, calls = HashStore(), []
+    publisher = StatusPublisher(lambda: store, "p/", 1, 2, lambda: RankStatus(10, "step"))
+    publisher.start(store)
+    publisher.publish_no_more()
+    publisher.submit(calls.append, now=True)
+    publisher.close()
+    statuses = StatusReader("p/")
+    statuses.read(store, [1])
+    assert statuses.last_with_number(1) == (1, RankStatus(10, "step"))
+    assert not calls
+
+
 MINE = RankStatus(40, "step", issued=100, issued_in_step=2)
 BLOCKED: dict[str, Any] = {"collective": "all_reduce", "duration_s": 2.0}
 WAITS: dict[str, Any] = {"wait": 3, "call": "barrier('y')", "key": "barrier/1/outcome"}
