@@ -28,8 +28,13 @@ def put(store: Store, key: str, value: bytes) -> None:
 
 def answers(store: Store) -> bool:
     """True if it answers at this moment; also a way to wait until it does."""
+    return not refusal(store)
+
+
+def refusal(store: Store) -> str:
+    """Why it does not answer at this moment, "" if it does."""
     try:
         store.read("job/k")
-    except StoreUnavailable:
-        return False
-    return True
+    except StoreUnavailable as error:
+        return str(error)
+    return ""

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store.c10d.store import C10dStore
 from elasticd_agent.system.installation import import_path, program
-from tests.contract.reading import answers, found
+from tests.contract.reading import answers, found, refusal
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 60.0
@@ -182,7 +182,7 @@ def reconnect_without_file_descriptors(agents: Agents, until: Until) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(messages) > outages and "Too many open files" in agents.client._why, SOON_S)
+        until(lambda: len(messages) > outages and "Too many open files" in refusal(agents.client), SOON_S)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     until(lambda: answers(agents.client), SOON_S)

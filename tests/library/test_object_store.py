@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -76,11 +77,9 @@ def disconnect() -> None:
     from fsspec.implementations.dirfs import DirFileSystem
 
     object_store.cached_store.cache_clear()
-    for each in s3fs.S3FileSystem._cache.values():
-        if each._s3 is not None:
-            s3fs.S3FileSystem.close_session(each.loop, each._s3creator)
     for kind in (s3fs.S3FileSystem, DirFileSystem):
         kind.clear_instance_cache()
+    gc.collect()  # ends their sessions
 
 
 class Node:
