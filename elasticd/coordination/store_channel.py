@@ -12,13 +12,11 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import DistStoreError
 
 from elasticd import errors
 from elasticd.bounded_json import JsonObject
@@ -29,11 +27,13 @@ from elasticd.heartbeat.collectives import default_group, group_timeout_ms
 from elasticd.heartbeat.record import HeartbeatWriter, NullHeartbeat
 
 LEAST_DEFAULT_TIMEOUT_S = 600.0
-# The longest wait inside torch: after it a signal handler gets its turn. torch prints two lines for each wait that
-# times out, so after the first one the key is polled, in pauses that add at most this share of the wait.
-_LONGEST_TORCH_WAIT_S = 1.0
-_POLL_INTERVAL_SHARE = 0.02
-_LONGEST_POLL_INTERVAL_S = 0.25
+# Keys are polled: a wait inside torch without a limit lets no signal handler run, and one that reaches its limit prints
+# two lines.
+_POLL_INTERVAL_SHARE = 0.05
+"""The pauses add at most this share of the wait."""
+_POLL_INTERVALS_S = 0.0005, 0.25
+_SILENT_WAIT_S = 1.0
+"""A longer wait is in the status."""
 _STATUS_READ_INTERVAL_S = 1.0
 _LEAVE_TIMEOUT_S = 5.0
 _ERRORS_BY_NAME = {
@@ -187,13 +187,10 @@ class StoreChannel:
         full = [self._full_key(key) for key in writers]
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
-        piece = max(min(_LONGEST_TORCH_WAIT_S, timeout_s), 0.001)
-        try:
-            self.store.wait(full, timedelta(seconds=piece))
-            return
-        except DistStoreError:
-            if time.monotonic() - start < piece / 2:
-                raise  # no timeout: the store itself failed
+        while (waited := time.monotonic() - start) < min(_SILENT_WAIT_S, timeout_s):
+            if self.store.check(full):
+                return
+            time.sleep(_poll_interval_s(waited))
         with self.report_wait(self._below + pattern) as missed:
             self._poll(writers, what, start, timeout_s, missed)
 
@@ -217,7 +214,7 @@ class StoreChannel:
                     raise error
                 if over and missing:
                     raise DecisionTimeout(self._timeout_message(missing, statuses, what, timeout_s))
-            time.sleep(min(_POLL_INTERVAL_SHARE * waited, _LONGEST_POLL_INTERVAL_S, max(timeout_s - waited, 0.0)))
+            time.sleep(min(_poll_interval_s(waited), max(timeout_s - waited, 0.0)))
 
     def _timeout_message(self, missing: list[int], statuses: StatusReader, what: str, timeout_s: float) -> str:
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
@@ -227,6 +224,11 @@ class StoreChannel:
             f"rank {self.rank} waited {timeout_s:g} s for {ranks}: {what}. All ranks must call the same session "
             f"functions at the same steps; check what that rank does.{where}"
         )
+
+
+def _poll_interval_s(waited_s: float) -> float:
+    shortest, longest = _POLL_INTERVALS_S
+    return max(shortest, min(_POLL_INTERVAL_SHARE * waited_s, longest))
 
 
 def default_timeout_s() -> float:

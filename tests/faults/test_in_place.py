@@ -129,7 +129,6 @@ def test_node_joins_between_two_steps(nodes: StartNodes, tmp_path: Path) -> None
     assert [run.wait() for run in (a, b, c)] == [0, 0, 0]
     for run in (a, b):
         assert {*entries(run, 2).values()} == {*entries(run, 1).values()}
-        broken = [line for line in run.err.splitlines() if "[c10d]" in line and "waitForInput" not in line]
-        assert not broken, "a pause is no fault"  # a rank that waits for longer than a second prints the other lines
+        assert "[c10d]" not in run.err, "a pause is no fault"
     assert c.event("group_started", round=2)["kept"] == 1
     assert "c joined; restart with 3 workers" in a.event("round_published", round=2)["reason"]

@@ -71,12 +71,13 @@ def test_late_rank_is_not_accused(start: Any, tmp_path: Path) -> None:
 
 
 def test_wait_for_missing_rank_is_in_the_heartbeat(start: Any, tmp_path: Path, wait_for: Any) -> None:
-    """The call, the first rank and their number, from the first second of the wait to its end."""
+    """The call, the first rank and their number, from the first second of the wait to its end. Nothing is printed."""
     job = start("missed_call.py", {"case": "late: sleeps", "directory": str(tmp_path / "shared")})
     beat = wait_for(lambda: (seen := job.ranks[0].read_heartbeat()).wait_call and seen, "a wait in the heartbeat")
     assert (beat.wait_call, beat.wait_rank, beat.wait_count, beat.step) == ("save()", 1, 1, 10)
     job.results()
     assert job.ranks[0].read_heartbeat().wait_call == ""
+    assert "waitForInput" not in job.ranks[0].errors()
 
 
 def test_rank_that_ends_before_it_has_a_connection_says_so() -> None:
