@@ -47,9 +47,9 @@ STEPS = (60, 300)
 """A job has so many, of some 20 ms, and starts in a few seconds."""
 LONG_PAUSE_S = 0.25
 """A long job's steps are rare: its record is read again and again."""
-MOST_MEMORY = 150_000_000
+MAX_MEMORY = 150_000_000
 """Bytes of an agent, which has 55 to 85 MB without an adversary."""
-MOST_KEYS = 20
+MAX_KEYS = 20
 _MARK = "SOAK_OF_DAEMONS"
 _LOOK_S = 0.25
 _STORE_S = 5.0
@@ -211,7 +211,7 @@ class Fleet:
             own = Keys(job)
             there = [key for key in keys if key.startswith(own.spec.removesuffix("spec"))]
             left += [f"key {key}" for key in there if key.startswith((own.nodes, own.planner))]
-            if len(there) > MOST_KEYS:  # they go with the job's other records, after keep_ended
+            if len(there) > MAX_KEYS:  # they go with the job's other records, after keep_ended
                 left.append(f"{len(there)} keys of {job}: {', '.join(there)}")
         self.journal.write("end", left=left)
 
@@ -404,7 +404,7 @@ class Fleet:
                 text = Path("/proc", str(pid), "status").read_text()
                 found = re.search(r"VmHWM:\s+(\d+) kB", text)
                 most = int(found[1]) << 10 if found else 0
-                if "elasticd-job" not in text and most > max(MOST_MEMORY, known.get(pid, 0)):
+                if "elasticd-job" not in text and most > max(MAX_MEMORY, known.get(pid, 0)):
                     known[pid] = most
                     self.journal.write("observed", what="memory", node=name, pid=pid, bytes=most)
 

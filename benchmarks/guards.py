@@ -44,12 +44,12 @@ from tests.scenarios.waystore import NodeStore
 STORES = "etcd", "c10d", "c10d, hosted"
 """Compares two keys at once; compares one; one that ends with its agent, and another agent hosts the next."""
 WAITS_S = 0.0, 0.02, 0.2, 1.3, 3.7, 12.0, 25.0
-MOST_FAULTS = 10
+MAX_FAULTS = 10
 HELD_UP_S = 1.0, 6.0, 12.0
 """In the middle of a turn: longer than a retry, than a lease."""
 JOIN_S = 60.0
 """`join_timeout`: an agent says what it waits for, or gives up."""
-MOST_S = 10
+MAX_S = 10
 """Of processor time for one history, which takes half a second: some guards keep agents from asking without end."""
 
 SCENARIOS = Path(nodes.__file__).parent / "nodes"
@@ -119,7 +119,7 @@ def history(store: str, seed: int) -> list[str]:
         for label in NAMES[: rng.randint(2 if hosted else 1, 4)]:
             c.start(label)
         c.wait(rng.choice((1.0, 8.0)))
-        for _ in range(rng.randint(1, MOST_FAULTS)):
+        for _ in range(rng.randint(1, MAX_FAULTS)):
             _happen(c, rng, hosted)
         all_is_well(c)
         c.delays.clear()
@@ -287,7 +287,7 @@ def search(store: str, most: int, guard: Guard | None = None, first: int = 0) ->
         if guard is not None and guard.scenario and (found := guard.play()):
             return Search(1, time.monotonic() - began, f"{found[0]} (a scenario)")
         for number in range(first, first + most):
-            signal.setitimer(signal.ITIMER_PROF, MOST_S)
+            signal.setitimer(signal.ITIMER_PROF, MAX_S)
             try:
                 found = history(store, number)
             except AssertionError as error:
@@ -300,7 +300,7 @@ def search(store: str, most: int, guard: Guard | None = None, first: int = 0) ->
 
 
 def _too_long(*_: object) -> None:
-    raise AssertionError(f"no end after {MOST_S} s")
+    raise AssertionError(f"no end after {MAX_S} s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

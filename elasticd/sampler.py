@@ -28,7 +28,7 @@ from elasticd.shuffle import ALGORITHM, MAX_LENGTH, Permutation
 # Positions shuffled at a time: a call into torch costs 0.3 ms, and 0.15 ms more for each thousand of them. The first
 # chunk is small so that the first batch after a restart does not wait for later ones.
 _FIRST_CHUNK_POSITIONS = 128
-_LARGEST_CHUNK_POSITIONS = 8192
+_MAX_CHUNK_POSITIONS = 8192
 # Frames between a DataLoader's iterator and this sampler: none, or those of a wrapper's generators.
 _MAX_WRAPPER_FRAMES = 8
 # A thread that fetches ahead of the loop may fetch more than a step a commit, until its queue is full: not so many.
@@ -420,7 +420,7 @@ class ElasticBatchSampler:
                 yield indices[taken : taken + stop - start]
                 taken += stop - start
             done += len(steps)
-            chunk = min(2 * chunk, _LARGEST_CHUNK_POSITIONS)
+            chunk = min(2 * chunk, _MAX_CHUNK_POSITIONS)
         usage.last_exhausted_iteration = max(usage.last_exhausted_iteration, iteration)
         if generation == self._generation:
             self._consumption.exhausted = True

@@ -39,7 +39,7 @@ CHECKPOINTS = ("elasticd/checkpointing/state", "elasticd/checkpointing/storage")
 UNIT_TESTS = ("daemon", "hangs", "job", "library", "model", "rendezvous", "scenarios", "telemetry")
 OF_PROCESSES = ("daemon/api", "daemon/cli", "daemon/dashboard", "daemon/runners", "test_session", "test_sharded_memory")
 """In paths of tests that mostly start processes."""
-LONGEST_TEST_S = 5.0
+MAX_TEST_S = 5.0
 """Of one that counts as a unit test."""
 GOAL = 0.95
 ENDLESS_S = 120
@@ -279,7 +279,7 @@ def _record(items: Sequence[pytest.Item], files: set[str]) -> Recorded:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
         spent = sum(report.duration for report in reports)
-        if all(report.passed for report in reports) and lines and spent <= LONGEST_TEST_S:
+        if all(report.passed for report in reports) and lines and spent <= MAX_TEST_S:
             recorded[number] = (spent, lines)
     return recorded
 

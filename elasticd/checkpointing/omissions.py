@@ -43,12 +43,12 @@ fetches once, and training before each."""
 MANY_STEPS, MANY_S = 1000, 60.0
 """Optimizer steps without a `session.step()`, or their time, that no usual loop makes: one of reinforcement learning
 makes hundreds for each."""
-MOST_SEARCH_STEPS = 200
+MAX_SEARCH_STEPS = 200
 """Optimizer steps that a search for a learning rate makes at most before training: 100 as a rule, also of a small data
 set."""
 _WRONG_ORDERS_BEFORE_ERROR = 2
 """Times that an optimizer is seen to step after `session.step()`, with the gradients from before it."""
-_MOST_GRADIENTS_KEPT = 4
+_MAX_GRADIENTS_KEPT = 4
 
 
 class Omissions:
@@ -230,7 +230,7 @@ class Omissions:
         for usage in self._sampler_usages():
             first = self._iterations.setdefault(id(usage), usage.begun_iterations)
             if (
-                count > MOST_SEARCH_STEPS
+                count > MAX_SEARCH_STEPS
                 and first <= usage.last_exhausted_iteration < usage.begun_iterations
                 and not usage.has_committed
             ):
@@ -249,7 +249,7 @@ class Omissions:
         for obj in self._attached.values():
             if isinstance(obj, Optimizer):
                 parameters = (parameter for group in obj.param_groups for parameter in group["params"])
-                trained = [parameter for parameter in parameters if parameter.grad is not None][:_MOST_GRADIENTS_KEPT]
+                trained = [parameter for parameter in parameters if parameter.grad is not None][:_MAX_GRADIENTS_KEPT]
                 gradients = [
                     (parameter, weakref.ref(parameter.grad), local_part(parameter.grad)._version)
                     for parameter in trained

@@ -48,7 +48,7 @@ from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.training_state import RandomState, StateDict
 from elasticd.checkpointing.storage.lineage import highest_round, lineage
 from elasticd.checkpointing.storage.object_url import missing_package_reason, path_or_url, resolve
-from elasticd.checkpointing.whole_saver import MOST_SENT_BYTES, WholeSaver
+from elasticd.checkpointing.whole_saver import MAX_SENT_BYTES, WholeSaver
 from elasticd.errors import CheckpointRefused, Reason, StateDiffers, UsageError
 from elasticd.heartbeat.record import Phase
 
@@ -216,7 +216,7 @@ class Saver:
         mine = training_state.to_bytes(
             [random_state or training_state.random_state(context.group.device), own, digests]
         )
-        if len(mine) > MOST_SENT_BYTES:
+        if len(mine) > MAX_SENT_BYTES:
             mine = f"{_TOO_LARGE_PREFIX}rank {rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
         what = f"random states for the save at step {step}"
         received = context.channel.gather_on_rank0(f"random/{context.save_count}", mine, what)
@@ -225,7 +225,7 @@ class Saver:
             for sent in received
             if sent.startswith(_TOO_LARGE_PREFIX.encode())
         ]:
-            limit = f"at most {MOST_SENT_BYTES >> 20} MB of each rank are sent to rank 0"
+            limit = f"at most {MAX_SENT_BYTES >> 20} MB of each rank are sent to rank 0"
             return [], f"{'; '.join(too_large)}; {limit}"
         return list(map(training_state.from_bytes, received)), ""
 

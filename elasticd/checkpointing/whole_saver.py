@@ -22,7 +22,7 @@ from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.checkpoint_files import check_cursor
 from elasticd.checkpointing.storage.manifest import STATE, Manifest, parse
 
-MOST_SENT_BYTES = 8 << 20
+MAX_SENT_BYTES = 8 << 20
 """The most that rank 0 sends to every node at a save: buffers, random states, numbers. A larger part that is not equal
 on all ranks, such as averaged weights, is kept on rank 0's node only. Also the most that rank 0 gets from each rank."""
 _NOT_SAVED_MESSAGE = b"not saved"
@@ -90,7 +90,7 @@ class WholeSaver:
 
         def own() -> bytes:
             header = json.dumps({"draft": draft.to_json().decode(), "digest": layout.shared_digest})
-            packed = layout.pack_unshared(MOST_SENT_BYTES)
+            packed = layout.pack_unshared(MAX_SENT_BYTES)
             return header.encode() + b"\n" + packed if packed else b""
 
         if context.group.rank == 0:
@@ -99,9 +99,9 @@ class WholeSaver:
         writer = context.writer
         if writer is None or writer.is_first_node:
             return draft, layout.copy_unshared
-        if layout.unshared_bytes > MOST_SENT_BYTES:
+        if layout.unshared_bytes > MAX_SENT_BYTES:
             self._keeps_copies = False
-            why = f"more than {MOST_SENT_BYTES >> 20} MB of it are not equal on all ranks"
+            why = f"more than {MAX_SENT_BYTES >> 20} MB of it are not equal on all ranks"
             self._report_no_copy(writer, why, draft.step)
         elif writer.share == 0:
             sent = context.channel.read_from_rank0(

@@ -34,7 +34,7 @@ from elasticd.heartbeat.record import HeartbeatWriter, Phase
 # The first rank to come reads the status of the others this long after it came, then after as long again, and then at
 # least this often: two reads bound the age of a status.
 _FIRST_READ_AFTER_S = 1.0
-_LONGEST_READ_INTERVAL_S = 15.0
+_MAX_READ_INTERVAL_S = 15.0
 # Statuses are published once a period: the read before the last one is a period and this before it, which shows who is
 # mute.
 _PERIOD_SLACK_S = 0.3
@@ -46,7 +46,7 @@ _FALLBACK_SPREAD_S = 0.4
 # counted, so that the other thread gets no blame on a machine that gives this process no turn.
 _GRACE_WAITS = 34
 _GRACE_WAIT_S = 0.05
-_LONGEST_STORE_WAIT_S = 86_400.0
+_MAX_STORE_WAIT_S = 86_400.0
 # Any name is valid, but a sentence shows at most this much of it.
 _SHOWN_NAME_CHARACTERS = 80
 
@@ -210,7 +210,7 @@ class _Barrier:
             if left <= 0:
                 self._time_out(store, even_if_all_came=True)
                 return
-            start, piece = time.monotonic(), min(left, _LONGEST_STORE_WAIT_S)
+            start, piece = time.monotonic(), min(left, _MAX_STORE_WAIT_S)
             try:
                 store.wait([self._key + "outcome"], timedelta(seconds=max(piece, 0.001)))
             except DistStoreError:
@@ -234,7 +234,7 @@ class _Barrier:
             self.due_at = math.inf
             self._decide(store, {"missed": str(error)})
             return
-        next_s = waited_s + min(max(waited_s, _FIRST_READ_AFTER_S), _LONGEST_READ_INTERVAL_S)
+        next_s = waited_s + min(max(waited_s, _FIRST_READ_AFTER_S), _MAX_READ_INTERVAL_S)
         self.due_at = self._began + (min(next_s, self._last_read_s) if waited_s < self._last_read_s else self._seconds)
 
     def leave(self, why: str) -> None:

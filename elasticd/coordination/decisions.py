@@ -21,7 +21,7 @@ Action = Literal["continue", "save", "stop", "pause"]
 
 MAX_COST_SHARE = 0.001
 """Share of the training time that decisions may cost: the price of stopping and saving at one step on every rank."""
-LONGEST_INTERVAL_S = 10.0
+MAX_INTERVAL_S = 10.0
 """A stop should be noticed soon even where the store is slow; where both limits conflict, the cost gives way."""
 PAUSE_LOOK_INTERVAL_S = 0.25
 """Between two looks for the end of a pause, on each rank."""
@@ -43,7 +43,7 @@ class Decision:
 def next_interval_steps(interval: int, step_s: float, cost_s: float) -> int:
     """Steps to the next decision point, at most twice the last interval: decisions cost at most MAX_COST_SHARE."""
     # Only doubling: if slow first steps are followed by slow ones again, a stop must not wait for very many of them.
-    target_s = min(cost_s / MAX_COST_SHARE, LONGEST_INTERVAL_S)
+    target_s = min(cost_s / MAX_COST_SHARE, MAX_INTERVAL_S)
     steps = int(target_s / step_s) if step_s > 0 else _MAX_INTERVAL_STEPS
     return max(1, min(steps, 2 * interval, _MAX_INTERVAL_STEPS))
 

@@ -15,7 +15,7 @@ from typing import Any
 from elasticd.coordination.rank_status import MAX_RANKS_LISTED, RankStatus, StatusReader
 from elasticd.errors import DecisionTimeout, ElasticdError, MissedCall
 
-LEAST_BLOCKED_S = 2.0
+MIN_BLOCKED_S = 2.0
 """A status must show the same collective for this long: it is published once a second, and collectives end."""
 
 
@@ -87,7 +87,7 @@ class MissedCallDetector:
         return ""
 
     def _proof_of_collective(self, status: RankStatus, mine: RankStatus) -> str:
-        if not status.collective or status.duration_s < LEAST_BLOCKED_S or status.step != mine.step:
+        if not status.collective or status.duration_s < MIN_BLOCKED_S or status.step != mine.step:
             return ""
         # Counted from the same step, as sends and receives are counted too and differ between ranks.
         if mine.issued_in_step < 0 or status.issued_in_step <= mine.issued_in_step:

@@ -26,7 +26,7 @@ from elasticd.errors import DecisionTimeout, ElasticdError
 from elasticd.heartbeat.collectives import default_group, group_timeout_ms
 from elasticd.heartbeat.record import HeartbeatWriter, NullHeartbeat
 
-LEAST_DEFAULT_TIMEOUT_S = 600.0
+MIN_DEFAULT_TIMEOUT_S = 600.0
 # Keys are polled: a wait inside torch without a limit lets no signal handler run, and one that reaches its limit prints
 # two lines.
 _POLL_INTERVAL_SHARE = 0.05
@@ -236,7 +236,7 @@ def default_timeout_s() -> float:
 
     A shorter wait would end jobs that torch lets wait, such as for the evaluation of one rank.
     """
-    return max(group_timeout_ms(default_group()) / 1000, LEAST_DEFAULT_TIMEOUT_S)
+    return max(group_timeout_ms(default_group()) / 1000, MIN_DEFAULT_TIMEOUT_S)
 
 
 def open_channel(

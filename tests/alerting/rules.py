@@ -16,7 +16,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RULES = REPOSITORY / "deploy" / "prometheus"
-_SHORTEST_RANGE_MS = 4_000
+_MIN_RANGE_MS = 4_000
 _MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _RANGE = re.compile(r"\[([^]]*)\]")
 _SECONDS = re.compile(r"(?<![\w.\[])([6-9]\d|\d{3,})(?![\w.])")
@@ -41,7 +41,7 @@ def scaled(folder: Path, by: float = 1.0) -> list[Path]:
 def _scale(rule: dict[str, Any], by: float) -> None:
     for key in rule.keys() & {"for", "keep_firing_for"}:
         rule[key] = _shorter(rule[key], by, 0)
-    expression = _RANGE.sub(lambda found: f"[{_shorter(found[1], by, _SHORTEST_RANGE_MS)}]", rule["expr"])
+    expression = _RANGE.sub(lambda found: f"[{_shorter(found[1], by, _MIN_RANGE_MS)}]", rule["expr"])
     rule["expr"] = _SECONDS.sub(lambda found: f"{int(found[1]) / by:g}", expression)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd_agent.hangs import deadlines, verdict
 from elasticd_agent.hangs.patience import LIMIT_RULES, OVERDUE_AFTER_DEADLINES, HangEvidence
-from elasticd_agent.model.job import LEAST_DEADLINE_S, Policy
+from elasticd_agent.model.job import MIN_DEADLINE_S, Policy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
 SHOWN: dict[HangEvidence, str] = {
@@ -55,7 +55,7 @@ def test_seconds_of_evidence(name: HangEvidence) -> None:
         ("a process is stopped", f"({USUAL.stopped_after_s:g} s)"),
         ("a worker is a zombie", f"{verdict.ZOMBIE_S:g} s"),
         ("a rank waits in a collective while others", f"{OVERDUE_AFTER_DEADLINES:g} deadlines"),
-        ("steps", f"({USUAL.hang_factor:g}) × the longest recent step, at least {LEAST_DEADLINE_S:g} s"),
+        ("steps", f"({USUAL.hang_factor:g}) × the longest recent step, at least {MIN_DEADLINE_S:g} s"),
         ("declared evaluations", f"({USUAL.progress_ceiling_s / 60:g} min)"),
         ("before the first step", f"at least {deadlines.STARTUP_FLOOR_S / 60:g} min"),
         ("before the first step", f"`--startup-ceiling` ({USUAL.startup_ceiling_s / 60:g} min)"),

@@ -14,7 +14,7 @@ from tests.fuzz.targets import corpus, targets
 
 CORPUS = Path(".fuzz")
 """What was found in earlier runs, by target; not a part of the repository."""
-MOST_MEMORY = 150 << 20
+MAX_MEMORY = 150 << 20
 """Of this process, which is an agent with its API and pages: whatever it reads, it stays small."""
 
 
@@ -42,7 +42,7 @@ def main() -> int:
             for data in fresh:
                 (folder / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            is_large = peak > MOST_MEMORY
+            is_large = peak > MAX_MEMORY
             failed += is_large
             so_far = f"{peak >> 20} MiB of memory so far" + (", which is too much" if is_large else "")
             print(f"{name}: {tried} inputs, {len(fresh)} kept, {lines} lines reached, {so_far}", flush=True)

@@ -23,7 +23,7 @@ from elasticd_agent.hangs.explain import load, locate
 from elasticd_agent.hangs.explain.flight import compare_groups
 from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.text import page
-from elasticd_agent.model.codec import LEAST_NUMBER, Document, Record
+from elasticd_agent.model.codec import MIN_NUMBER, Document, Record
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.log_events import decode
 from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, QuarantinedSlot, Round, StoreLife
@@ -149,7 +149,7 @@ def _check_numbers(record: Record) -> None:
                 case float() as value:
                     assert record.FLOAT_RANGE[0] <= value <= record.FLOAT_RANGE[1], (record, one.name)
                 case int() as value:
-                    assert LEAST_NUMBER <= value < 1 << 63, (record, one.name)
+                    assert MIN_NUMBER <= value < 1 << 63, (record, one.name)
 
 
 def _stored(served: Served, data: bytes) -> None:

@@ -121,8 +121,8 @@ def test_read_back_goes_past_the_page_cache(tmp_path: Path, size: int) -> None:
 def test_read_once_leaves_little_in_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least_s: float, most_s: float, stays: bool
 ) -> None:
-    monkeypatch.setattr(page_cache, "LEAST_WAIT_S_PER_BYTE", least_s)
-    monkeypatch.setattr(page_cache, "MOST_WAIT_S_PER_BYTE", most_s)
+    monkeypatch.setattr(page_cache, "MIN_WAIT_S_PER_BYTE", least_s)
+    monkeypatch.setattr(page_cache, "MAX_WAIT_S_PER_BYTE", most_s)
     entry = save(tmp_path, 1, 1, filling=torch.ones(80 << 20, dtype=torch.uint8))
     with (entry.path / "state.pt").open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

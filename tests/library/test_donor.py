@@ -22,7 +22,7 @@ import elasticd
 from elasticd import channel
 from elasticd.checkpointing.at_fault import committed_state, donor, donor_rules, step_files, step_record
 from elasticd.checkpointing.at_fault.committed_state import CommittedState, RankDraws, RankRecord
-from elasticd.checkpointing.at_fault.donor import MOST_TRIAL_COMMITS, CopyTrial, Donor
+from elasticd.checkpointing.at_fault.donor import MAX_TRIAL_COMMITS, CopyTrial, Donor
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.memory.buffers import WRITER_KILLED_REASON
@@ -161,7 +161,7 @@ def test_rank_gives_up_where_recording_a_step_takes_too_long(
         why = trial.add_commit(commit, now, copy_s(commit))
         now += step_s + copy_s(commit)
     assert (commit if why else 0) == gives_up_at
-    assert commit <= MOST_TRIAL_COMMITS
+    assert commit <= MAX_TRIAL_COMMITS
 
 
 def test_forked_child_leaves_what_is_its_parents(

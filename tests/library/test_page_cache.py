@@ -11,8 +11,8 @@ from elasticd.checkpointing.storage import page_cache
 from elasticd.checkpointing.storage.page_cache import (
     AVERAGED_WINDOWS,
     CACHED_WINDOWS,
-    LEAST_WAIT_S_PER_BYTE,
-    MOST_WAIT_S_PER_BYTE,
+    MAX_WAIT_S_PER_BYTE,
+    MIN_WAIT_S_PER_BYTE,
     WINDOW_BYTES,
 )
 
@@ -61,7 +61,7 @@ def test_pieces_of_a_window_count_together(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize(
-    "wait_s", [0.0, LEAST_WAIT_S_PER_BYTE * 0.9, MOST_WAIT_S_PER_BYTE * 1.1], ids=["none", "short", "long"]
+    "wait_s", [0.0, MIN_WAIT_S_PER_BYTE * 0.9, MAX_WAIT_S_PER_BYTE * 1.1], ids=["none", "short", "long"]
 )
 def test_what_was_there_or_takes_too_long_stays(disk: Disk, wait_s: float) -> None:
     for _ in range(3 * AVERAGED_WINDOWS):

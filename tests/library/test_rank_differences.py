@@ -15,8 +15,8 @@ from torch import nn
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.rank_differences import (
     DIGEST_TRIALS,
-    LONGEST_DIGEST_S,
-    MOST_SAMPLED_PARAMETERS,
+    MAX_DIGEST_S,
+    MAX_SAMPLED_PARAMETERS,
     ComparedState,
     Difference,
     find_differences,
@@ -77,12 +77,12 @@ def test_parameters_that_differ(saves: int) -> None:
 
 
 def test_each_parameter_of_a_large_module_is_seen() -> None:
-    count = 3 * MOST_SAMPLED_PARAMETERS
+    count = 3 * MAX_SAMPLED_PARAMETERS
     ranks = Ranks(nn.ParameterList(torch.ones(3) for _ in range(count)), torch.optim.SGD)
     for number in (0, 100, count - 1):
         with torch.no_grad():
             ranks.attached[1]["model"][number] += 0.1
-        found = [ranks.save() for _ in range(count // MOST_SAMPLED_PARAMETERS + 1)]
+        found = [ranks.save() for _ in range(count // MAX_SAMPLED_PARAMETERS + 1)]
         assert sum(map(len, found)) == 1
         with torch.no_grad():
             ranks.attached[1]["model"][number] -= 0.1
@@ -236,7 +236,7 @@ def test_object_that_rank_0_alone_has() -> None:
 
 def test_object_with_hooks_is_asked_at_the_first_save_only_and_a_slow_one_at_few() -> None:
     ranks = Ranks(nn.Linear(4, 4), slow=Small(value=1), hooked=Small(value=1))
-    ranks.attached[1]["slow"].takes_s = 2 * LONGEST_DIGEST_S
+    ranks.attached[1]["slow"].takes_s = 2 * MAX_DIGEST_S
     for attached in ranks.attached:
         attached["hooked"].only_at_saves = True
     for _ in range(DIGEST_TRIALS):

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.coordination.decisions import (
-    LONGEST_INTERVAL_S,
     MAX_COST_SHARE,
+    MAX_INTERVAL_S,
     Action,
     Decision,
     DecisionPoints,
@@ -59,7 +59,7 @@ def test_interval_limits_cost_and_only_doubles(interval: int, step_s: float, cos
     found = next_interval_steps(interval, step_s, cost_s)
     assert 1 <= found <= 2 * interval
     # Never further than the cost asks for, nor than a stop may wait.
-    assert found == 1 or found * step_s <= min(cost_s / MAX_COST_SHARE, LONGEST_INTERVAL_S) * 1.000001
+    assert found == 1 or found * step_s <= min(cost_s / MAX_COST_SHARE, MAX_INTERVAL_S) * 1.000001
 
 
 @pytest.mark.parametrize(

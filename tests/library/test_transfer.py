@@ -73,7 +73,7 @@ def test_pieces_that_some_node_lacks_are_sent(
 
 
 def test_states_that_differ_in_more_than_is_received_beside_them_are_sent_whole() -> None:
-    count = transfer.MOST_BYTES_AT_ONCE // MB + 2
+    count = transfer.MAX_BYTES_AT_ONCE // MB + 2
     every = tuple(map(str, range(count)))
     plan = transfer.plan_sending("r1-s7", [answer("a", pieces=every), answer("b", "gone", every[::-1])], count * MB)
     assert plan["spans"] == [(0, count * MB)]

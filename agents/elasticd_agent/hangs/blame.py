@@ -33,7 +33,7 @@ from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RENDEZVOUS_FUNCTION, RankState, describe_waits, labels
 from elasticd_agent.model.phrases import has_have
 
-MOST_PLACES = 4
+MAX_PLACES = 4
 """The most places in which ranks of one hang wait that it is recognised by."""
 _CAUSES_WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")
 """The worst of several culprits names the cause: one that works may still finish by itself."""
@@ -181,7 +181,7 @@ def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> 
 def _wait_places(ranks: Iterable[RankState]) -> tuple[str, ...]:
     """Return the places in which these ranks wait; none if the place of one is unknown."""
     places = {rank.wait_place for rank in ranks}
-    return () if "" in places else tuple(sorted(places))[:MOST_PLACES]
+    return () if "" in places else tuple(sorted(places))[:MAX_PLACES]
 
 
 # ---- rules: some ranks do not wait for others

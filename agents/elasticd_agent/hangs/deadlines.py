@@ -28,7 +28,7 @@ EXIT_FLOOR_S = 5.0
 """Exit handlers have no past to learn from: this is their least deadline."""
 STARTUP_FLOOR_S = 600.0
 """A start-up that was quick once may be slower in another round: by a restore, or by a wait at each start."""
-MOST_STEPS_PER_LOOK = 64
+MAX_STEPS_PER_LOOK = 64
 """At most this many of the steps between two observations are learned: their average is settled by then."""
 
 
@@ -185,7 +185,7 @@ class StepHistory:
         if steps > 0:
             # A step seen to take long must not be averaged away by quick ones after it, before this look.
             seconds = max((now - self._step_at) / steps, self._looked_at - self._step_at)
-            for _ in range(min(steps, MOST_STEPS_PER_LOOK) if self._step else 1):
+            for _ in range(min(steps, MAX_STEPS_PER_LOOK) if self._step else 1):
                 self._durations = record_duration(self._durations, "step", seconds)
             self._step, self._step_at = self._step + steps, now
         self._looked_at = now

@@ -19,7 +19,7 @@ from elasticd_agent.hangs.recordings import comparable_kind
 from elasticd_agent.model.phrases import has_have
 from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail
 
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, all_ranks_k
         for pending in _pending_collectives(rank) if rank.wait_is_recorded else ():
             waits.setdefault(pending, []).append(rank)
     shown = sorted(waits.items(), key=lambda item: (-len(item[1]), item[0]))
-    sentences = [_sentence(collective, waiting, [*stuck, *exited]) for collective, waiting in shown[:MOST_SHOWN]]
+    sentences = [_sentence(collective, waiting, [*stuck, *exited]) for collective, waiting in shown[:MAX_SHOWN]]
     if transfers:
         calls = ", ".join(sorted({rank.report.function for rank in transfers}))
         sentences.append(f"{_describe_ranks(transfers)} {_wait_verb(transfers)} in {calls} while all ranks wait")
@@ -188,7 +188,7 @@ def _sentence(one: _PendingCollective, waiting: Sequence[RankState], others: Seq
     lacking = [rank for rank in others if rank not in waiting and _has_not_issued(one, rank)]
     differing = {rank.report.rank: kind for rank in others if (kind := _conflicting_kind(one, rank))}
     parts = [f"{_describe_ranks(lacking)} {has_have(lacking)} not issued"] if lacking else []
-    parts += [f"rank {rank} issued as {kind}" for rank, kind in list(differing.items())[:MOST_SHOWN]]
+    parts += [f"rank {rank} issued as {kind}" for rank, kind in list(differing.items())[:MAX_SHOWN]]
     return f"{_describe_ranks(waiting)} {_wait_verb(waiting)} in {one}, which {' and '.join(parts)}"
 
 

@@ -23,9 +23,9 @@ from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail
 
 Deviation = Literal["", "skipped", "other"]
 """A difference of a rank's last collectives from their usual order: none, one that was left out, another one."""
-MOST_GROUPS = 16
+MAX_TAILS = 16
 _NCCL, _GLOO = "nccl", "gloo"
-_TAIL, _RECENT, _LEAST_HISTORY = 8, 8, 24
+_TAIL, _RECENT, _MIN_HISTORY = 8, 8, 24
 """Collectives of a tail; those that may be out of order; and how many are needed to know the usual order."""
 _SAME_SIZE_OPERATIONS = re.compile(
     r"all_?reduce\w*|broadcast|reduce|_all_gather_base|all_gather_(?:into_tensor|single)\w*"
@@ -71,7 +71,7 @@ class Recording:
     def deviation(self) -> Deviation:
         """The way in which one of the last collectives follows another that it never followed before; "" if none
         does."""
-        if len(self.issue_order) < _LEAST_HISTORY:
+        if len(self.issue_order) < _MIN_HISTORY:
             return ""
         pairs = list(zip(self.issue_order, self.issue_order[1:], strict=False))
         usual = set(pairs[:-_RECENT])
@@ -97,7 +97,7 @@ class Recording:
             tails.append(GroupTail(group, last, pending, tuple(kinds), backend, group in self.groups_in_job))
         for group, backend in self.unrecorded_backends.items():
             tails.append(GroupTail(group, 0, backend=backend, in_job=group in self.groups_in_job, unrecorded=True))
-        return tuple(sorted(tails, key=lambda tail: not (tail.pending or tail.unrecorded))[:MOST_GROUPS])
+        return tuple(sorted(tails, key=lambda tail: not (tail.pending or tail.unrecorded))[:MAX_TAILS])
 
 
 def parse(data: Mapping[str, Any]) -> Recording | None:

@@ -65,7 +65,7 @@ DEFAULT_SLOW_CEILING_S = 1800.0
 where a rank waits in a collective, for torch ends it then."""
 TIMEOUT_GRACE_S = 3.0
 """A wait that times out takes up to 2 s to report that if its store does not answer, and the script ends by it."""
-MOST_PLACES = 8
+MAX_PLACES = 8
 """The places of one hang that are remembered."""
 
 
@@ -398,7 +398,7 @@ def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
         why += "; it may still resume" + (f": the limit is {limit.kill_s:g} s" if limit.kill_s < math.inf else "")
     places = [*found.places, *sorted({rank.wait_place for rank in case.live} - {"", *found.places})]
     culprits = tuple(rank.location for rank in found.culprits)
-    return Hang(culprits, found.cause, why, tuple(places[:MOST_PLACES]), ends, waited_s, repeated_places)
+    return Hang(culprits, found.cause, why, tuple(places[:MAX_PLACES]), ends, waited_s, repeated_places)
 
 
 def _stopped_recently(ranks: Sequence[RankState], policy: Policy, from_s: float) -> SuspectedHang | None:

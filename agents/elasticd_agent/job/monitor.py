@@ -46,7 +46,7 @@ EAGER_AFTER_PROBE_S = 0.3
 """After another agent has probed this one, which is a sign of a failure."""
 STATE_KEPT_EVENTS = ("attached", "resumed", "snapshot", "checkpoint_saved")
 """The next round continues from the state of that moment, or a newer one."""
-PARK_S, LONGEST_PARK_S = 1.0, 10.0
+PARK_S, MAX_PARK_S = 1.0, 10.0
 """The time that a worker has to leave a round: as long as its last step took, since it may be in the middle of one. And
 to begin the next one, for which it waits: the longer time where it does anything, or waits for a processor."""
 CHECKPOINT_REPORT_INTERVAL_S = 10.0
@@ -66,7 +66,7 @@ class GroupSetup:
 def find_late_ranks(seen: Observation, kept: Collection[int]) -> list[RankReport]:
     """Those of the workers that were said to wait for the round which have not begun it in time."""
     waiting = [seen.ranks[at] for at in kept if not seen.heartbeats[at].started_ns]
-    return [rank for rank in waiting if rank.quiet_s >= PARK_S or rank.idle_s >= LONGEST_PARK_S]
+    return [rank for rank in waiting if rank.quiet_s >= PARK_S or rank.idle_s >= MAX_PARK_S]
 
 
 class GroupMonitor:
@@ -169,7 +169,7 @@ class GroupMonitor:
             self._listener.log(f"round {kill.round_number}: {why}: the next round has new processes")
             return KeepRequest()
         fit = (at for at, rank in enumerate(seen.ranks) if rank.slot not in kill.hung_slots and rank.state != "T")
-        return KeepRequest(tuple(fit), min(max(PARK_S, self._step_s), LONGEST_PARK_S), kill.why)
+        return KeepRequest(tuple(fit), min(max(PARK_S, self._step_s), MAX_PARK_S), kill.why)
 
     def on_ending(self) -> None:
         """While a group is ended, its silence is no sign of a hang."""

@@ -35,9 +35,9 @@ from elasticd.errors import WireError
 
 VERSION = "1.0"
 
-LEAST_NUMBER = -256
+MIN_NUMBER = -256
 """The least number in a record, unless it says otherwise: -1 stands for unknown, and -256 is above no exit code."""
-MOST_SECONDS = 1e11
+MAX_SECONDS = 1e11
 """The year 5138. Times of day and durations are bounded so that every page can show them."""
 _MAX_DEPTH = 32  # above any record's need, and below Python's recursion limit when it is written back
 
@@ -52,7 +52,7 @@ _D = TypeVar("_D", bound="Document")
 class Record:
     """Base of all records. `unknown`: fields that a newer minor version wrote, to be written back."""
 
-    FLOAT_RANGE: ClassVar[tuple[float, float]] = (0.0, MOST_SECONDS)  #: the range of its numbers that are not whole
+    FLOAT_RANGE: ClassVar[tuple[float, float]] = (0.0, MAX_SECONDS)  #: the range of its numbers that are not whole
     unknown: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
     def check(self) -> None:
@@ -215,9 +215,7 @@ def _decoder_of_hint(hint: Any, floats: tuple[float, float]) -> _Decoder:
         return functools.partial(_decode_mapping, *(_decoder_of_hint(a, floats) for a in args))
     if isinstance(hint, type) and issubclass(hint, Record):
         return _record_decoder(hint)  # type: ignore[arg-type]
-    return (
-        _decode_text if hint is str else _number_decoder(hint, floats if hint is float else (LEAST_NUMBER, 2**63 - 1))
-    )
+    return _decode_text if hint is str else _number_decoder(hint, floats if hint is float else (MIN_NUMBER, 2**63 - 1))
 
 
 def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:

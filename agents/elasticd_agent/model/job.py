@@ -238,7 +238,7 @@ class Policy:
     @property
     def least_deadline_s(self) -> float:
         """The time without progress before which nothing is suspected, however short the steps are."""
-        return LEAST_DEADLINE_S if self.hang_floor_s is None else self.hang_floor_s
+        return MIN_DEADLINE_S if self.hang_floor_s is None else self.hang_floor_s
 
     def _check_times(self) -> None:
         """Every time is possible, and every wait leaves room for what it waits for, the store's limits included."""
@@ -311,7 +311,7 @@ class RunnerSettings:
             _check_port("metrics", self.metrics_port, lowest=0)
 
 
-LEAST_DEADLINE_S = 5.0
+MIN_DEADLINE_S = 5.0
 """Without progress, a group is suspected after this time at the earliest. What follows depends on the evidence."""
 TWO_OBSERVATIONS_S = 0.5
 """The workers are observed four times a second."""

@@ -27,7 +27,7 @@ SHARED_ERROR_KINDS = ("user_error", "shared_error")
 """Kinds of failures before the first step: all ranks of the node raised the same error of the script. Every start
 raises a user_error again."""
 IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
-LONGEST_SAME_ERROR_WAIT_S = 30.0
+MAX_SAME_ERROR_WAIT_S = 30.0
 """More than two ranks that import the same from a slow disk differ by."""
 TERM_HASH_BITS = 32
 MAX_NAME_BYTES = 128
@@ -363,4 +363,4 @@ def same_error_wait_s(least_s: float, ran_s: float, error: str | None, *, is_use
     As long again where no restart mends it: imports from a slow disk do not end together.
     """
     lasts = is_user_error or error in IMPORT_ERRORS
-    return max(least_s, min(ran_s, LONGEST_SAME_ERROR_WAIT_S)) if lasts else least_s
+    return max(least_s, min(ran_s, MAX_SAME_ERROR_WAIT_S)) if lasts else least_s

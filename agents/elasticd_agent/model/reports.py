@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from elasticd_agent.model.codec import MOST_SECONDS, Document, Record
+from elasticd_agent.model.codec import MAX_SECONDS, Document, Record
 
 StackPlace = Literal["", "collective", "device", "init", "barrier", "debugger", "output", "elsewhere"]
 """A rank's main thread, by its stack: in (or waiting for) a collective, in a device synchronisation, creating the
@@ -99,7 +99,7 @@ class HangReport(Document):
     """One node's report about its ranks of `round` while it, or another node, suspects a hang."""
 
     MAX_BYTES: ClassVar[int] = 2 << 20
-    FLOAT_RANGE: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)
+    FLOAT_RANGE: ClassVar[tuple[float, float]] = (-1.0, MAX_SECONDS)
     round: int
     node: str
     ranks: tuple[RankReport, ...]

@@ -23,7 +23,7 @@ from elasticd_agent.telemetry import metric_table as names
 from elasticd_agent.telemetry.goodput import monotonic_counters
 from elasticd_agent.telemetry.metric_table import MetricSpec
 
-MOST_STEPS_PER_LOOK = 16
+MAX_STEPS_PER_LOOK = 16
 """The most steps between two observations that the histogram counts: their average says no more."""
 
 
@@ -186,7 +186,7 @@ class Metrics:
             if self._step is not None and newest > self._step[0]:
                 done = newest - self._step[0]
                 self._series(names.STEPS_TOTAL).inc(done)
-                for _ in range(min(done, MOST_STEPS_PER_LOOK)):
+                for _ in range(min(done, MAX_STEPS_PER_LOOK)):
                     self._series(names.STEP_SECONDS).observe(max(0.0, wall - self._step[1]) / done)
             if self._step is None or newest != self._step[0]:
                 self._step = newest, wall

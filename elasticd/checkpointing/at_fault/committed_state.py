@@ -50,7 +50,7 @@ _SmallState = tuple[list[bytes], list[list[StateDict]]]
 """Small objects, pickled, and the groups of optimizers."""
 CHANGED_REASON = "what is attached was changed after session.step()"
 _REPEATED_CHANGE_REASON = "what is attached is changed between session.step() and the optimizer's step"
-MOST_CHANGES_IN_A_ROW = 3
+MAX_CHANGES_IN_A_ROW = 3
 """Steps in a row before which it may change where counters show it, such as by load_state_dict()."""
 
 
@@ -205,7 +205,7 @@ class CommittedState:
         self._changes = self._changes + 1 if now != before else 0
         self._must_look = self._must_look or self._changes > 0
         is_unseen = now != before and now[:2] == before[:2]
-        return _REPEATED_CHANGE_REASON if self._changes == MOST_CHANGES_IN_A_ROW or is_unseen else ""
+        return _REPEATED_CHANGE_REASON if self._changes == MAX_CHANGES_IN_A_ROW or is_unseen else ""
 
     def has_updated_scaler(self) -> bool:
         """Since the last commit: if no optimizer has made a step, a GradScaler has skipped it."""
@@ -564,7 +564,7 @@ def _recorded_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[to
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad
     ]
     trained = [training_state.local_part(parameter) for parameter in parameters]
-    every = -(-len(trained) // step_record.MOST_PIECES)
+    every = -(-len(trained) // step_record.MAX_PIECES)
     return trained[:: max(every, 1)]
 
 

@@ -80,17 +80,17 @@ from elasticd.checkpointing.storage.manifest import Manifest
 from elasticd.errors import CheckpointError, Reason
 from elasticd.rejoin.launch_channel import NoLaunchChannel
 
-LONGEST_COMMIT_COPY_S = 200e-6
+MAX_COMMIT_COPY_S = 200e-6
 """The longest that the copies at a commit may take, or COPY_SHARE_OF_STEP of a step if that is longer; else the rank is
 no donor."""
 COPY_SHARE_OF_STEP = 0.002
-TRIAL_COMMITS, MOST_TRIAL_COMMITS = 32, 128
+TRIAL_COMMITS, MAX_TRIAL_COMMITS = 32, 128
 """Commits of which the fastest copy and the fastest step are compared; of more if that takes too long, since on a busy
 machine each of the first ones may have been disturbed."""
-CHANGE_WAIT_S, LONGEST_CHANGE_WAIT_S = 0.25, 2.0
+CHANGE_WAIT_S, MAX_CHANGE_WAIT_S = 0.25, 2.0
 """The time that a rank is waited for which is between the optimizer's step and the commit, or about to begin that:
 CHANGE_WAIT_S and twice the time that this took lately, but less than the launcher waits."""
-SHORT_LIVED_WRITER_S, MOST_SHORT_LIVED_WRITERS = 1.0, 3
+SHORT_LIVED_WRITER_S, MAX_SHORT_LIVED_WRITERS = 1.0, 3
 """A writer that ends so soon, so many times in a row, will do so again."""
 GPU_PROBE_S = 0.1
 """A copy of one byte from a GPU takes 0.1 ms, or does not end."""
@@ -137,10 +137,10 @@ class CopyTrial:
         if self._last:
             self.step_s = min(self.step_s, start - self._last)
         self._last = start
-        if self.measures_next(commits) or self._copy_s <= max(LONGEST_COMMIT_COPY_S, COPY_SHARE_OF_STEP * self.step_s):
+        if self.measures_next(commits) or self._copy_s <= max(MAX_COMMIT_COPY_S, COPY_SHARE_OF_STEP * self.step_s):
             return ""
         self._commits *= 4
-        if self._commits <= MOST_TRIAL_COMMITS:
+        if self._commits <= MAX_TRIAL_COMMITS:
             return ""
         return f"copying buffers and random states takes {self._copy_s * 1e6:.0f} µs a step"
 
@@ -395,7 +395,7 @@ class Donor:
             since = time.monotonic()
             why = self._answer_requests()
             short = short + 1 if time.monotonic() - since < SHORT_LIVED_WRITER_S else 0
-            if short == MOST_SHORT_LIVED_WRITERS:
+            if short == MAX_SHORT_LIVED_WRITERS:
                 why = f"the writer has ended {short} times"
             elif not why and not self._closed:
                 why = self._reconnect()
@@ -423,7 +423,7 @@ class Donor:
                 if self.held is not None or self._can_copy_from_gpu():
                     channel.send(self._socket, {"do": "saving"})
                     try:
-                        until = time.monotonic() + min(CHANGE_WAIT_S + 2 * self._change_s, LONGEST_CHANGE_WAIT_S)
+                        until = time.monotonic() + min(CHANGE_WAIT_S + 2 * self._change_s, MAX_CHANGE_WAIT_S)
                         if self.held is None:
                             if self._committed.copies is None:  # a GPU is behind what its processor has committed
                                 self._wait_for_own_commit(until)

@@ -42,7 +42,7 @@ from elasticd.checkpointing.state.layout import tensors_by_path
 from elasticd.errors import Reason
 from elasticd.sampler import ElasticBatchSampler
 
-MOST_GPU_BUFFER_BYTES = 16 << 20
+MAX_GPU_BUFFER_BYTES = 16 << 20
 """The most that a rank's buffers on its GPU may have: several copies of them are kept there."""
 MUTABLE_SETTING_REASON = (
     "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
@@ -113,9 +113,7 @@ def _large_device_buffers(rank: _Rank) -> Reason:
     every = [buffer for module in rank.modules.values() for buffer in module.buffers()]
     size = sum(buffer.nbytes for buffer in every if buffer.device.type != "cpu")
     return (
-        ""
-        if size <= MOST_GPU_BUFFER_BYTES
-        else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
+        "" if size <= MAX_GPU_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
     )
 
 

@@ -24,10 +24,10 @@ from elasticd.process_group import host_bytes
 READ_COUNTER_S = 50e-9
 COMPARE_COUNTER_S = 150e-9
 """The time to read one counter and compare it with an earlier value."""
-LEAST_BUDGET_S = 0.5e-6
+MIN_BUDGET_S = 0.5e-6
 BUDGET_SHARE_OF_STEP = 0.0003
-"""The share of a step that reading counters may take at a commit, on average, or LEAST_BUDGET_S if that is longer."""
-LEAST_IRREGULAR_BUDGET_S = 4e-6
+"""The share of a step that reading counters may take at a commit, on average, or MIN_BUDGET_S if that is longer."""
+MIN_IRREGULAR_BUDGET_S = 4e-6
 IRREGULAR_BUDGET_SHARE = 0.001
 """The same for reading irregular ones, as of two models that are trained in turn."""
 FULLY_READ_FIRST_COMMITS = 8
@@ -110,8 +110,8 @@ class Fingerprint:
 
     def set_step_s(self, step_s: float) -> None:
         """Say how long a step takes: counters can be read more often where it is long."""
-        self._budget_s = max(LEAST_BUDGET_S, BUDGET_SHARE_OF_STEP * step_s)
-        self._irregular_budget_s = max(LEAST_IRREGULAR_BUDGET_S, IRREGULAR_BUDGET_SHARE * step_s)
+        self._budget_s = max(MIN_BUDGET_S, BUDGET_SHARE_OF_STEP * step_s)
+        self._irregular_budget_s = max(MIN_IRREGULAR_BUDGET_S, IRREGULAR_BUDGET_SHARE * step_s)
 
     def recollect_at_next_commit(self) -> None:
         """At the next commit the tensors may be other ones, or may have been changed any number of times."""

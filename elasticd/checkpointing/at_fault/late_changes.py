@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STEPS_BEFORE_REFUSAL = 3
 """The first steps, after which a late change is an error; later ones have cost too much work."""
-LONGEST_LOOK_S = 20e-6
+MAX_LOOK_S = 20e-6
 """The longest look at an object of the script's own. One that takes longer is looked at in LOOKS_AT_SLOW_OBJECTS
 only."""
 LOOKS_AT_SLOW_OBJECTS = 8
@@ -189,7 +189,7 @@ class LateChanges:
         for name in self._own & self._looks.keys():
             start = time.perf_counter()
             self._looks[name]()
-            if time.perf_counter() - start > LONGEST_LOOK_S:
+            if time.perf_counter() - start > MAX_LOOK_S:
                 del self._looks[name]
 
 

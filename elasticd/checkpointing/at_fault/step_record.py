@@ -42,10 +42,10 @@ _NO_STEP = -1
 _NEXT_BEGUN, _LATE_CHANGES = 32, 64
 """Flags, beside those of `generators`: the next step has begun; what was changed before that is in the record."""
 PIECE_BYTES = 64
-MOST_PIECES = 16
+MAX_PIECES = 16
 """Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
-_ALL_PIECES_BYTES = MOST_PIECES * PIECE_BYTES
-_MOST_VECTORS = 1024
+_ALL_PIECES_BYTES = MAX_PIECES * PIECE_BYTES
+_MAX_VECTORS = 1024
 """IOV_MAX of limits.h."""
 _pwritev: Any = ctypes.PyDLL(None).pwritev
 _pwritev.restype = ctypes.c_ssize_t
@@ -99,7 +99,7 @@ class StepRecord:
         self._data_ptr: Any = torch.Tensor.data_ptr
         every = [holder[key] for holder, key in (*buffers, *fixed)]
         self._kinds = list(map(buffer_kind, every))
-        self._pieces = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
+        self._pieces = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MAX_PIECES]]
         self._pieces.append(torch.zeros(_ALL_PIECES_BYTES - sum(map(len, self._pieces)), dtype=torch.uint8))
         self._places = places = _SlotOffsets(every)
         size = _SLOT_COUNT * places.bytes
@@ -326,8 +326,8 @@ class _GatheredWrite:
     def __init__(self, fd: int, offset: int, tensors: list[torch.Tensor]) -> None:
         self.calls: list[tuple[tuple[Any, ...], int]] = []
         filled = [tensor for tensor in tensors if tensor.numel()]
-        for start in range(0, len(filled), _MOST_VECTORS):
-            part = filled[start : start + _MOST_VECTORS]
+        for start in range(0, len(filled), _MAX_VECTORS):
+            part = filled[start : start + _MAX_VECTORS]
             vectors = (ctypes.c_size_t * (2 * len(part)))()  # struct iovec: address and size
             vectors[::2], vectors[1::2] = ([t.data_ptr() for t in part], [t.numel() for t in part])
             size = sum(vectors[1::2])

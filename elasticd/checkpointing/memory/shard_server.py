@@ -38,8 +38,8 @@ CONNECT_S, PATIENCE_S = 3.0, 30.0
 WHOLE_STATE_WAIT_S = 60.0
 """The time that a partner waits for all ranks of the other node to have copied their parts."""
 _PIECE_BYTES = 4 << 20
-_LONGEST_LINE_BYTES = 2 << 20
-_MOST_CONNECTIONS = 1024
+_MAX_ANSWER_BYTES = 2 << 20
+_MAX_CONNECTIONS = 1024
 
 
 class ShardClient:
@@ -78,7 +78,7 @@ class ShardClient:
 
     def _ask(self, **what: Any) -> Message:
         self._socket.sendall(json.dumps({**self._request, **what}).encode() + b"\n")
-        line = self._answers.readline(_LONGEST_LINE_BYTES)
+        line = self._answers.readline(_MAX_ANSWER_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the other node has ended the connection")
         answer: Message = json.loads(line)
@@ -100,7 +100,7 @@ class ShardServer:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.listener = socket.create_server((address, 0), family=family)
         self.server: ServerAddress = (address, self.listener.getsockname()[1], secrets.token_hex(16))
-        self._connections = threading.Semaphore(_MOST_CONNECTIONS)
+        self._connections = threading.Semaphore(_MAX_CONNECTIONS)
 
     def accept(self) -> None:
         """A node connects."""

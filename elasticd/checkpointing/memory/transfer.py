@@ -18,10 +18,10 @@ from elasticd.checkpointing.storage.manifest import Checksum
 from elasticd.errors import CheckpointError
 from elasticd.process_group import DefaultGroup
 
-MOST_BYTES_AT_ONCE = 64 << 20
+MAX_BYTES_AT_ONCE = 64 << 20
 """The most that is sent at once, and the most that is received beside a state that a node has already."""
-_LEAST_PIECE_BYTES = 1 << 20
-_MOST_PIECES = 1024
+_MIN_PIECE_BYTES = 1 << 20
+_MAX_PIECES = 1024
 _READ_BYTES = 1 << 20
 _SHORTER_REASON = "the state is shorter than its description"
 
@@ -30,7 +30,7 @@ Span = tuple[int, int]
 
 
 def _piece_spans(size: int) -> list[Span]:
-    step = max(-(-size // _MOST_PIECES // 4096) * 4096, _LEAST_PIECE_BYTES)
+    step = max(-(-size // _MAX_PIECES // 4096) * 4096, _MIN_PIECE_BYTES)
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
@@ -82,7 +82,7 @@ def plan_sending(name: str, answers: list[ReadAnswer], size: int) -> SendingPlan
     if not sent or not known or any(len(pieces) != len(sent) for pieces in known):
         return whole
     spans = [span for at, span in enumerate(_piece_spans(size)) if any(pieces[at] != sent[at] for pieces in known)]
-    if sum(end - start for start, end in spans) > MOST_BYTES_AT_ONCE:
+    if sum(end - start for start, end in spans) > MAX_BYTES_AT_ONCE:
         return whole
     return {**whole, "spans": spans, "patched": True}
 
@@ -95,7 +95,7 @@ def broadcast_spans(
     All ranks call it. Raises OSError.
     """
     parts = [
-        (at, min(at + MOST_BYTES_AT_ONCE, end)) for start, end in spans for at in range(start, end, MOST_BYTES_AT_ONCE)
+        (at, min(at + MAX_BYTES_AT_ONCE, end)) for start, end in spans for at in range(start, end, MAX_BYTES_AT_ONCE)
     ]
     host = torch.empty(max((end - start for start, end in parts), default=0), dtype=torch.uint8)
     view = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")

@@ -40,9 +40,9 @@ from elasticd.errors import CheckpointCorrupt
 
 _READ_BYTES = 4 << 20
 """The bytes that are read at once, and go into the checksum while they are in the processor's caches."""
-_MOST_VIEWS = 512
+_MAX_VIEWS = 512
 """The views of one system call; less than IOV_MAX."""
-_LEAST_SKIPPED_BYTES = 64 << 10
+_MIN_SKIPPED_BYTES = 64 << 10
 """A shorter gap between two tensors is read with them."""
 
 
@@ -282,7 +282,7 @@ class SequentialReader:
     def skip_to(self, end: int) -> None:
         """Read the file up to `end` without keeping it."""
         assert end >= self._start + self._bytes, "a file is read from its beginning to its end"
-        if self.checksum is None and end - self._start - self._bytes >= _LEAST_SKIPPED_BYTES:
+        if self.checksum is None and end - self._start - self._bytes >= _MIN_SKIPPED_BYTES:
             self.flush()
             self._start = end
         while (left := end - self._start - self._bytes) > 0:
@@ -305,7 +305,7 @@ class SequentialReader:
 
     def _reserve(self, most: int, view: memoryview | None = None) -> int:
         """Reserve the next bytes of the file for a view, or for nobody. Returns how many."""
-        if self._bytes == _READ_BYTES or len(self._views) == _MOST_VIEWS:
+        if self._bytes == _READ_BYTES or len(self._views) == _MAX_VIEWS:
             self.flush()
         count = min(most, _READ_BYTES - self._bytes)
         self._views.append(self._scratch[self._bytes : self._bytes + count] if view is None else view[:count])

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from elasticd.checkpointing.state import sharded, training_state
 
-LONGEST_DIGEST_S, DIGEST_TRIALS = 5e-3, 3
+MAX_DIGEST_S, DIGEST_TRIALS = 5e-3, 3
 """An object of which the digest takes longer at each of so many saves is not compared at others."""
-MOST_SAMPLED_PARAMETERS = 256
+MAX_SAMPLED_PARAMETERS = 256
 """Parameters of a module that are compared at a save; of a larger one others at the next save."""
 _NUMBERS_PER_PARAMETER = 8
 _ROUNDING, _ROUNDED_STEPS = 1e-5, 1000
@@ -72,7 +72,7 @@ class ComparedState:
         for name, obj in attached.items():
             if isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT_ATTRIBUTE, False):
                 continue
-            is_slow = self._saves > DIGEST_TRIALS and self._fastest_s.get(name, 0.0) > LONGEST_DIGEST_S
+            is_slow = self._saves > DIGEST_TRIALS and self._fastest_s.get(name, 0.0) > MAX_DIGEST_S
             if not is_first and (is_slow or getattr(obj, training_state.ONLY_AT_SAVES_ATTRIBUTE, False)):
                 digests[name] = None
                 continue
@@ -176,7 +176,7 @@ def sample_modules(
             for parameter in parameters
             if id(parameter) in trained or (is_in_ddp and (parameter.requires_grad or save > 1))
         ]
-        interval = len(every) // MOST_SAMPLED_PARAMETERS + 1
+        interval = len(every) // MAX_SAMPLED_PARAMETERS + 1
         every = [
             parameter.detach() for parameter in every[save % interval :: interval] if parameter.is_floating_point()
         ]

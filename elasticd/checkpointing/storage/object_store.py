@@ -67,8 +67,8 @@ RESTORE_PATIENCE_S = 300.0
 BRIEF_PATIENCE_S = 3.0
 """The patience of a restore that has a state in memory."""
 _FILE_LOCK_COUNT = 64
-_FEWEST_TRIES, _PAUSE_MAX_S = 3, 5.0
-_MOST_SUPERSEDED_RUNS = 100
+_MIN_TRIES, _PAUSE_MAX_S = 3, 5.0
+_MAX_SUPERSEDED_RUNS = 100
 _BLOCK_BYTES = 8 << 20
 TakeoverWarning = str
 """A sentence about the run from which a store was taken, "" if it was free."""
@@ -107,7 +107,7 @@ class ObjectStore:
             if owner.get("run") is not None:
                 if [job, run] in superseded:
                     raise DirectoryInUse(self._superseded_reason(owner, own))
-                superseded = [*superseded, [owner["job"], owner["run"]]][-_MOST_SUPERSEDED_RUNS:]
+                superseded = [*superseded, [owner["job"], owner["run"]]][-_MAX_SUPERSEDED_RUNS:]
                 taken_from = (
                     f"{self.url} was not released by {_run_in_words(owner)}: this run takes it, and if the other one "
                     "still runs, its checkpoints are refused from now on"
@@ -449,7 +449,7 @@ class ObjectStore:
             retry=tenacity.retry_if_exception(_is_transient),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=_PAUSE_MAX_S),
             stop=tenacity.stop_all(
-                tenacity.stop_after_delay(patience_s or self.patience_s), tenacity.stop_after_attempt(_FEWEST_TRIES)
+                tenacity.stop_after_delay(patience_s or self.patience_s), tenacity.stop_after_attempt(_MIN_TRIES)
             ),
             reraise=True,
         )

@@ -15,7 +15,7 @@ from collections import deque
 WINDOW_BYTES = 8 << 20
 CACHED_WINDOWS = 4
 """The number of windows that stay, for processes that read the same file a little later."""
-LEAST_WAIT_S_PER_BYTE, MOST_WAIT_S_PER_BYTE = 0.05e-9, 2.5e-9
+MIN_WAIT_S_PER_BYTE, MAX_WAIT_S_PER_BYTE = 0.05e-9, 2.5e-9
 """The wait for a byte. What was waited for less was in the cache already, and what was waited for longer stays there:
 reading it again would take longer than the first touch of its memory."""
 AVERAGED_WINDOWS = 8
@@ -38,7 +38,7 @@ class CacheWindows:
         while self._start + WINDOW_BYTES <= end:
             self._waits_s.append(self._wait_clock_s() - self._began)
             wait_s = sum(self._waits_s) / len(self._waits_s) / WINDOW_BYTES
-            if LEAST_WAIT_S_PER_BYTE <= wait_s <= MOST_WAIT_S_PER_BYTE:
+            if MIN_WAIT_S_PER_BYTE <= wait_s <= MAX_WAIT_S_PER_BYTE:
                 self._brought.append(self._start)
             self._start += WINDOW_BYTES
             while self._brought and self._brought[0] < self._start - CACHED_WINDOWS * WINDOW_BYTES:

@@ -78,7 +78,7 @@ def die_behind(step: int, others: set[int]) -> None:
 def main(args: argparse.Namespace) -> None:
     os.environ.setdefault("NCCL_HOSTID", f"rank-{faults.RANK}")
     if not args.limited:
-        donor.LONGEST_COMMIT_COPY_S = 1.0  # the machine may be busy
+        donor.MAX_COMMIT_COPY_S = 1.0  # the machine may be busy
     faults.at(0)
     session = elasticd.init()
     if args.ends == "with":

@@ -26,7 +26,7 @@ from elasticd.checkpointing.at_fault import donor
 
 
 def main(args: argparse.Namespace) -> None:
-    donor.LONGEST_COMMIT_COPY_S = 1.0  # the machine may be busy
+    donor.MAX_COMMIT_COPY_S = 1.0  # the machine may be busy
     session = elasticd.init()
     (faults.WORK / f"pid-{session.rank}").write_text(str(os.getpid()))
     torch.manual_seed(100 + session.rank)

@@ -27,7 +27,7 @@ class Kind:
     """A job: `setup` names what is attached; `train` is one step, `after` follows `session.step()`."""
 
     def __init__(self) -> None:
-        donor.LONGEST_COMMIT_COPY_S = 1.0  # the machine may be busy
+        donor.MAX_COMMIT_COPY_S = 1.0  # the machine may be busy
         self.session = elasticd.init()
         torch.manual_seed(self.session.rank)
         self.net: Any = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))

@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 torch.set_num_threads(1)
-decisions.LONGEST_INTERVAL_S = 0.0  # all ranks decide at each step
+decisions.MAX_INTERVAL_S = 0.0  # all ranks decide at each step
 
 
 def main() -> None:

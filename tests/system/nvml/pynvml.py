@@ -19,7 +19,7 @@ HERE = Path(os.environ["FAKE_NVML"])
 
 
 NVML_ERROR_TIMEOUT = 10
-LONGEST_WAIT_S = 0.05
+MAX_WAIT_S = 0.05
 """Who waits for an event must bear that none has come."""
 nvmlEventTypeDoubleBitEccError = 0x2  # noqa: N816  as NVML calls it
 nvmlEventTypeXidCriticalError = 0x8  # noqa: N816
@@ -168,7 +168,7 @@ def nvmlDeviceRegisterEvents(gpu: int, types: int, events: list[int]) -> None:  
 
 
 def nvmlEventSetWait(events: list[int], timeout_ms: int) -> Event:  # noqa: N802
-    until = time.monotonic() + min(timeout_ms / 1000, LONGEST_WAIT_S)
+    until = time.monotonic() + min(timeout_ms / 1000, MAX_WAIT_S)
     while time.monotonic() < until:
         if len(_events()) > events[0]:
             gpu, kind, data = map(int, _events()[events[0]].split())

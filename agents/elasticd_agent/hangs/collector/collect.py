@@ -49,7 +49,7 @@ One that runs has all of the time."""
 NCCL_S, NCCL_PART = 1.0, 0.1
 """NCCL's monitor thread reads its pipe four times a second (docs/nccl.md), or in an interval of the user's own. Its RAS
 answers in milliseconds, or waits for a process that is stopped: that one is found without it."""
-MOST_LAUNCH_COUNTS = 16
+MAX_LAUNCH_COUNTS = 16
 CHILDREN, CHILDREN_S = 16, 1.0
 """The stacks of at most this many processes below a worker are read, too, one after the other: 40 ms each."""
 
@@ -222,7 +222,7 @@ class EvidenceGathering:
             ranks = {worker.pid: worker.rank for worker in self._request.ranks}
             found = unchanged_counts(self._request.ras, ranks, self._nccl_until())
             for pid, counts in found.items():
-                self._emit({"rank": ranks[pid], "launches": [count.to_dict() for count in counts[:MOST_LAUNCH_COUNTS]]})
+                self._emit({"rank": ranks[pid], "launches": [count.to_dict() for count in counts[:MAX_LAUNCH_COUNTS]]})
 
     def _collect_gpu_facts(self) -> None:
         if self._request.nvml is None:

@@ -11,9 +11,9 @@ from typing import Any
 
 from elasticd_agent.system.processes import procfs
 
-MOST_THREADS = 256
-MOST_FDS = 256
-MOST_PROCESSES = 64
+MAX_THREADS = 256
+MAX_FDS = 256
+MAX_PROCESSES = 64
 _STATUS_FIELDS = (
     "FDSize",
     "VmPeak",
@@ -60,7 +60,7 @@ def process_facts(pid: int) -> dict[str, Any]:
     tree = [
         everyone[member] for member in procfs.trees([pid], everyone.values()).get(pid, (pid,)) if member in everyone
     ]
-    fds = procfs.fd_targets(pid, MOST_FDS)
+    fds = procfs.fd_targets(pid, MAX_FDS)
     call = syscall(pid, fds)
     known = dict(_read_pairs(f"/proc/{pid}/status"))
     proc: dict[str, Any] = {
@@ -72,7 +72,7 @@ def process_facts(pid: int) -> dict[str, Any]:
         "status": {name: known[name] for name in _STATUS_FIELDS if name in known},
         "switches": {name: int(known[name]) for name in _SWITCH_FIELDS if known.get(name, "").isdecimal()},
         "cgroup": _read_text(f"/proc/{pid}/cgroup").split(),
-        "threads": [_thread_facts(pid, tid) for tid in procfs.tids(pid)[:MOST_THREADS]],
+        "threads": [_thread_facts(pid, tid) for tid in procfs.tids(pid)[:MAX_THREADS]],
         "fds": fds,
     }
     return {
@@ -81,7 +81,7 @@ def process_facts(pid: int) -> dict[str, Any]:
         "wchan": wchan(pid),
         "call": _describe_syscall(call),
         "kernel": _read_text(f"/proc/{pid}/stack").splitlines(),
-        "tree": [_tree_process_facts(member) for member in tree[:MOST_PROCESSES]],
+        "tree": [_tree_process_facts(member) for member in tree[:MAX_PROCESSES]],
         "proc": {name: value for name, value in proc.items() if value not in ("", [], {}, None)},
     }
 

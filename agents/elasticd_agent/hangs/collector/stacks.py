@@ -32,7 +32,7 @@ FIRST_TRY_PART, FIRST_TRY_S = 0.5, 2.0
 FAULTHANDLER_TIMEOUT_S = 2.0
 """faulthandler writes a hundred threads in a few milliseconds, once the process gets a processor for the signal."""
 MAX_TEXT_BYTES = 4 << 20
-MOST_THREADS, MOST_FRAMES = 256, 512
+MAX_THREADS, MAX_FRAMES = 256, 512
 """The limits of one process and of one thread."""
 _FAULTHANDLER_THREAD_LINE = re.compile(
     r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):"
@@ -85,12 +85,12 @@ def from_py_spy(data: object, pid: int) -> tuple[ThreadStack, ...]:
         raise ValueError("no threads")
     threads = []
     for dumped in data:
-        named = dumped["frames"][:MOST_FRAMES]
+        named = dumped["frames"][:MAX_FRAMES]
         frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in named)
         state = "active+gil" if dumped.get("owns_gil") else "active" if dumped.get("active") else "idle"
         tid = dumped.get("os_thread_id") or dumped["thread_id"]
         threads.append(ThreadStack(str(dumped.get("thread_name") or ""), str(tid), frames, state))
-    return tuple(sorted(threads, key=lambda thread: thread.tid != str(pid))[:MOST_THREADS])
+    return tuple(sorted(threads, key=lambda thread: thread.tid != str(pid))[:MAX_THREADS])
 
 
 def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -> StackDump:

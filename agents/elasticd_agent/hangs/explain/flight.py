@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from elasticd_agent.hangs.recordings import comparable_kind
 from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail
 
-MOST_GROUPS = 16
+MAX_SHOWN_GROUPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def compare_groups(recorded: Mapping[int, Sequence[GroupTail]]) -> list[GroupCom
     names = sorted({tail.group for tails in known.values() for tail in tails if tail.last})
     groups = [_compare_group(name, known) for name in names]
     groups.sort(key=lambda group: (group.differing is None and not group.missing, not group.pending))
-    return groups[:MOST_GROUPS]
+    return groups[:MAX_SHOWN_GROUPS]
 
 
 def _compare_group(name: str, recorded: Mapping[int, Sequence[GroupTail]]) -> GroupComparison:

@@ -44,12 +44,12 @@ from elasticd_agent.model.log_events import JobEndedEvent, RoundPublishedEvent, 
 from elasticd_agent.model.reports import HangReport, RankReport, RecordedVerdict
 from elasticd_agent.system import bounded_io as files
 
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 MAX_EVENT_LOG_BYTES = 32 << 20
-_MOST_NODES_NAMED = 4
-_MOST_CHILDREN = 64
-_MOST_GPUS = 64
-_MOST_GPU_FACTS = 16
+_MAX_NODES_NAMED = 4
+_MAX_CHILDREN = 64
+_MAX_GPUS = 64
+_MAX_GPU_FACTS = 16
 _GPU_FAULT_WORDS = ("xid", "ecc", "uncorrected", "lost", "error", "remap", "retired")
 """Parts of NVML's names: a value other than the good ones there is what a person looks for."""
 _HARMLESS_GPU_VALUES = ("0", "", "[]", "False", "none", "None", "0x0")
@@ -86,7 +86,7 @@ def explain(
     ranks = _add_verdict_and_remarks(reader.ranks, judged, log, default_node)
     if reason:
         away = sorted(set(log.member_nodes()) - {rank.node for rank in ranks})
-        where = f": {' or '.join(away)}" if 0 < len(away) <= _MOST_NODES_NAMED else ""
+        where = f": {' or '.join(away)}" if 0 < len(away) <= _MAX_NODES_NAMED else ""
         reader.troubles.append(f"the verdict, with all ranks' facts, is in the log directory of another node{where}")
     kind: ExplanationKind = "suspicion"
     if judged is not None or reason:
@@ -162,7 +162,7 @@ class _Reader:
                 self.evidence.append(node)
                 self.troubles += [f"{node.node}: {trouble}" for trouble in node.troubles]
                 for rank in node.ranks:
-                    if 0 <= rank.rank < MOST_RANKS:
+                    if 0 <= rank.rank < MAX_RANKS:
                         self.ranks[rank.rank] = _rank_facts(rank, node.node)
 
     def read_reports(self, judged: RecordedVerdict | None) -> None:
@@ -181,7 +181,7 @@ class _Reader:
                         reports.setdefault(report.node, report)
         for node, report in reports.items():
             for rank in report.ranks:
-                if 0 <= rank.rank < MOST_RANKS:
+                if 0 <= rank.rank < MAX_RANKS:
                     known = self.ranks.get(rank.rank) or RankFacts(rank.rank)
                     reported = {name: getattr(rank, name) for name in _REPORT_FIELDS}
                     told = {name: value for name, value in reported.items() if value not in ("", -1, ())}
@@ -189,7 +189,7 @@ class _Reader:
 
 
 def _rank_facts(rank: RankEvidence, node: str) -> RankFacts:
-    children = tuple(_describe_child(process) for process in rank.tree[:_MOST_CHILDREN] if process.pid != rank.pid)
+    children = tuple(_describe_child(process) for process in rank.tree[:_MAX_CHILDREN] if process.pid != rank.pid)
     return RankFacts(**{name: getattr(rank, name) for name in _EVIDENCE_FIELDS}, node=node, children=children)
 
 
@@ -244,7 +244,7 @@ def _describe_missing(evidence: Sequence[NodeEvidence], ranks: Sequence[RankFact
     for rank in ranks:
         if rank.rank not in here and not rank.exited:
             away[rank.node].append(rank.rank)
-    if len(away) > _MOST_NODES_NAMED:
+    if len(away) > _MAX_NODES_NAMED:
         missed = [rank for numbers in away.values() for rank in numbers]
         yield f"no evidence of {describe_ranks(missed)} is here: look in the log directories of their {len(away)} nodes"
     else:
@@ -264,7 +264,7 @@ def _describe_folder(folder: EvidenceFolder, other: EvidenceFolder) -> str:
 
 def _gpus(evidence: NodeEvidence) -> list[GpuFacts]:
     """The GPUs of one node. A GPU that fell off the bus looks like a hang of the rank that waits for it."""
-    return [_gpu(gpu, evidence.node, index) for index, gpu in enumerate(evidence.gpus[:_MOST_GPUS])]
+    return [_gpu(gpu, evidence.node, index) for index, gpu in enumerate(evidence.gpus[:_MAX_GPUS])]
 
 
 def _gpu(gpu: Mapping[str, Any], node: str, index: int) -> GpuFacts:
@@ -273,7 +273,7 @@ def _gpu(gpu: Mapping[str, Any], node: str, index: int) -> GpuFacts:
         (name, str(value)[:200])
         for name, value in gpu.items()
         if value is not None and not isinstance(value, dict) and name not in ("index", "name")
-    )[:_MOST_GPU_FACTS]
+    )[:_MAX_GPU_FACTS]
     bad = [
         f"{name} {value}"
         for name, value in facts

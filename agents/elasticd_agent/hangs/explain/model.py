@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from elasticd_agent.hangs.collector.record import RankEvidence
 from elasticd_agent.hangs.explain.flight import GroupComparison
 from elasticd_agent.hangs.stacks import ThreadStack
-from elasticd_agent.model.codec import MOST_SECONDS
+from elasticd_agent.model.codec import MAX_SECONDS
 from elasticd_agent.model.phrases import listing, plural, ranges
 from elasticd_agent.model.reports import RecordedVerdict
 
@@ -23,7 +23,7 @@ ExplanationKind = Literal["hang", "suspicion", "dump"]
 class RankFacts(RankEvidence):
     """One rank: its evidence, under its node's report, with which the verdict was made, and what follows from both."""
 
-    FLOAT_RANGE: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)
+    FLOAT_RANGE: ClassVar[tuple[float, float]] = (-1.0, MAX_SECONDS)
     node: str = ""
     slot: int = -1
     idle_s: float = -1.0

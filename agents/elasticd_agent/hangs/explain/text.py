@@ -34,7 +34,7 @@ MAX_SUMMARY_LINES = 12
 MAX_ROWS = 16
 """More ranks share rows where they do the same."""
 _LOG_LINES_SHOWN = 8
-_MOST_STACKS = 8
+_MAX_STACKS = 8
 _GPU_FACTS = (
     ("utilization_percent", "busy", " %"),
     ("memory_used_bytes", "memory", " B"),
@@ -258,15 +258,15 @@ def _stacks(explained: Explanation) -> list[str]:
     culprits = {rank.rank for rank in explained.blamed_ranks}
     groups = explained.stack_groups
     lines: list[str] = []
-    for group in groups[:_MOST_STACKS]:
+    for group in groups[:_MAX_STACKS]:
         blamed = bool(culprits.intersection(group.ranks))
         differs = " differs" if group.is_minority and len(groups) > 1 else ""
         alike = differs if len(group.ranks) == 1 else " are identical"
         lines.append(f"{'>' if blamed else ' '} {describe_ranks(group.ranks)}{alike} ({group.first_rank.source})")
         lines += _threads(group, blamed)
-    if len(groups) > _MOST_STACKS:
-        left = [rank for group in groups[_MOST_STACKS:] for rank in group.ranks]
-        lines.append(f"  {describe_ranks(left)}: {len(groups) - _MOST_STACKS} more stacks, see the files")
+    if len(groups) > _MAX_STACKS:
+        left = [rank for group in groups[_MAX_STACKS:] for rank in group.ranks]
+        lines.append(f"  {describe_ranks(left)}: {len(groups) - _MAX_STACKS} more stacks, see the files")
     return lines
 
 
