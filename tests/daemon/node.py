@@ -279,7 +279,7 @@ class AgentNode:
 
 
 def _events(path: Path, kind: str | None, having: Mapping[str, Any]) -> list[Event]:
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []  # a hostile job writes anything
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []  # a hostile job writes anything
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):

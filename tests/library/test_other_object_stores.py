@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 
 from elasticd.checkpointing.storage import object_store, object_url
+from elasticd.checkpointing.storage.checkpoint_files import relink
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.errors import ObjectStoreError
 from tests.library import test_object_store as common
 from tests.s3_server import BUCKET, ROOT
@@ -136,8 +139,8 @@ def test_damage_is_found(what: str, nodes: Any, capsys: pytest.CaptureFixture[st
 def test_a_round_that_resumes_copies_in_the_store(nodes: Any) -> None:
     nodes().save(10)
     other = nodes("b")
-    entries, _ = common.api.lineage(other.directory)
-    common.api.relink(other.directory, entries[0], 2)
+    entries, _ = lineage(other.directory)
+    relink(other.directory, entries[0], 2)
     assert nodes("c", claims=False).steps() == [10, 10]
 
 
@@ -147,7 +150,7 @@ def test_a_state_of_several_parts(nodes: Any) -> None:
 
 
 def test_there_is_no_bucket(store: Server, tmp_path: Path) -> None:
-    lock = common.api.DirectoryLock(object_url.resolve(f"{store.scheme}://other/prefix", str(tmp_path)), "lm", "1")
+    lock = DirectoryLock(object_url.resolve(f"{store.scheme}://other/prefix", str(tmp_path)), "lm", "1")
     with pytest.raises(ObjectStoreError, match=r"there is no bucket for|container does not exist") as raised:
         lock.acquire()
     assert f"{store.scheme}://other/prefix" in str(raised.value) and "\n" not in str(raised.value)

@@ -40,7 +40,7 @@ ENV = [
 
 
 @pytest.fixture(scope="module")
-def fresh(machine: Nspawn) -> Nspawn:
+def fresh(machine: Nspawn, tmp_path_factory: pytest.TempPathFactory) -> Nspawn:
     """A bare machine, with this checkout where `git clone` takes it from, and torch where the venv finds it."""
     for name, script in STAND_INS.items():
         machine.write(f"/usr/local/sbin/{name}", f"#!/bin/sh\n{script}\n", 0o755)
@@ -56,14 +56,11 @@ def fresh(machine: Nspawn) -> Nspawn:
         shutil.copytree(REPOSITORY / folder, machine.file("/root/checkout") / folder, ignore=caches)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, machine.file("/root/checkout"))
-    builders = [
-        "--require-hashes",
-        "-r",
-        REPOSITORY / "deploy/build-requirements.txt",
-        "-d",
-        machine.file("/root/wheels"),
-    ]
+    # Not there at once: pip resolves /proc/PID/root to this machine's own root.
+    wheels = tmp_path_factory.mktemp("wheels")
+    builders = ["--require-hashes", "-r", REPOSITORY / "deploy/build-requirements.txt", "-d", wheels]
     subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *builders], check=True, timeout=300)
+    shutil.copytree(wheels, machine.file("/root/wheels"))
     return machine
 
 
