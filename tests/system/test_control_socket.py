@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,18 @@ def test_more_callers_than_allowed(stack: ExitStack, tmp_path: Path) -> None:
         except ControlSocketError:  # it has not yet noticed that they went
             continue
     pytest.fail("nobody was served any more")
+
+
+def test_caller_for_whom_no_thread_can_be_started(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent(stack, tmp_path, tmp_path / "evidence")
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        for _ in range(MAX_CALLERS):
+            with pytest.raises(ControlSocketError):
+                send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, WAIT_S)
+    assert "path" in send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, WAIT_S)
 
 
 def test_timeout_of_a_stuck_agent(stack: ExitStack, tmp_path: Path) -> None:

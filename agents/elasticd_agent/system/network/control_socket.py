@@ -115,7 +115,13 @@ class ControlServer:
                     sock.close()
                     continue
                 self._callers[sock] = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(sock,), name="elasticd-control", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(sock,), name="elasticd-control", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the job has used up its processes; the caller asks again
+                with self._lock:
+                    del self._callers[sock]
+                    sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """Read one request, answer it, and close. Bounded by ANSWER_TIMEOUT_S on both sides."""
