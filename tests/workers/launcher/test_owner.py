@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from elasticd import channel
 from elasticd.checkpointing.memory.buffers import PROTOCOL_VERSION, WriteTask, donated_number
 from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
+from elasticd_agent.system.processes.process import spawn
 from elasticd_agent.workers.launcher import messages, writer_process
 from elasticd_agent.workers.launcher.messages import Ended, Exited, Flush, Flushed, Flushing, Refused, Signal, Started
 from tests.library.conftest import wait_for
@@ -74,6 +76,30 @@ def test_template_killed_by_a_nameless_signal(tmp_path: Path) -> None:
     owner.send(messages.StartTemplate(["sh", "-c", "kill -40 $$"], ENV, "/", {}))
     assert owner.until(messages.TemplateEnded).why in ("was killed by signal 40", "closed its socket")
     assert owner.end() == (0, "")
+
+
+def test_template_that_cannot_be_started(tmp_path: Path) -> None:
+    """Its manager hears of it at once, and does not wait for its imports."""
+    owner = OwnerProcess(tmp_path)
+    owner.send(messages.Park(1, 1, False, "127.0.0.1", 0))
+    owner.until(Refused)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    before = resource.prlimit(owner.process.pid, resource.RLIMIT_NOFILE, (3, most))
+    owner.send(messages.StartTemplate(["sleep", "600"], ENV, "/", {}))
+    assert owner.receive() == messages.TemplateEnded("could not be started: Too many open files")
+    resource.prlimit(owner.process.pid, resource.RLIMIT_NOFILE, before)
+    assert owner.end() == (0, "")
+
+
+def test_fork_that_fails_blocks_no_signal_of_later_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(BlockingIOError):
+        spawn(["true"], {}, "/", None, None)
+    assert signal.pthread_sigmask(signal.SIG_SETMASK, before) == before
 
 
 HOLD = messages.HoldStates([sys.executable, "-I", elasticd.checkpointing.memory.writer.__file__], {})
@@ -164,10 +190,10 @@ def test_rank_that_gets_no_processor_at_a_fault_has_the_time_that_would_be_lost(
 
 
 def test_writer_that_cannot_be_forked_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawn(*_: object) -> int:
+    def fail(*_: object) -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(writer_process, "spawn", spawn)
+    monkeypatch.setattr(writer_process, "spawn", fail)
     process = writer_process.WriterProcess(["writer"], {}, str(tmp_path))
     assert "Resource temporarily unavailable" in process.start()
     assert process.request_flush() is None and process.request_save(1, signal.SIGKILL, 0.0) is None

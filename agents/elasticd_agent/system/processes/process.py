@@ -87,9 +87,13 @@ def spawn(
     owner = os.getpid()
     # Until its exec the child has our handlers: a signal in between waits for the default action.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    pid = os.fork()
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:  # also after a fork that failed: later children would inherit the blocked signals
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
     try:
         os.setsid()

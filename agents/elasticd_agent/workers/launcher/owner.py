@@ -255,6 +255,12 @@ class Owner:
     # --- the template -------------------------------------------------------------------------------------------
 
     def start_template(self, request: messages.StartTemplate) -> None:
+        try:
+            self.spawn_template(request)
+        except OSError as error:  # no memory, or too many processes
+            self.report(messages.TemplateEnded(f"could not be started: {error.strerror or error}"))
+
+    def spawn_template(self, request: messages.StartTemplate) -> None:
         ours, theirs = channel.pair()
         launch = {**request.launch, "fd": theirs.fileno(), "owner": os.getpid(), "signals": IGNORED_SIGNALS}
         env = {**request.env, "ELASTICD_LAUNCH": json.dumps(launch)}
