@@ -129,6 +129,17 @@ def test_lines_arrive_while_the_worker_runs(tmp_path: Path, out: Sink, err: Sink
     logs.close(DEADLINE)
 
 
+def test_second_process_of_a_slot_in_one_round_is_shown_once(tmp_path: Path, out: Sink, err: Sink) -> None:
+    """As where the first one did not come to its entry (`session.run`)."""
+    logs = JobLogs(spec(log_dir=tmp_path / "logs"), tmp_path, out.outlet, err.outlet, print)
+    for name in ("first", "second"):
+        assert run(logs.open_worker_files(7, 1, 3), f"echo {name}") == 0
+    logs.close(DEADLINE)
+    assert out.outlet.flush(DEADLINE)
+    wait_for(lambda: len(out.data) >= len(b"first\nsecond\n"), "the output")
+    assert bytes(out.data) == b"first\nsecond\n"
+
+
 def test_filters_pick_lines_into_a_file_of_their_own(tmp_path: Path, out: Sink, err: Sink) -> None:
     wanted = spec(log_dir=tmp_path, tee=OUT, duplicate_stdout_filters=("apple", "ürange"))
     logs = JobLogs(wanted, tmp_path, out.outlet, err.outlet, print)

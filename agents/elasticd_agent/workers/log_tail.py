@@ -67,7 +67,7 @@ class TailedFile:
     ) -> None:
         """Opens or creates `path` (0600). Without an `outlet` the file is bounded, not shown. Raises OSError."""
         self.number = number
-        self._path = path
+        self.path = path
         self._name = name
         self._limit = limit
         self._outlet = outlet
@@ -101,7 +101,7 @@ class TailedFile:
         with suppress(OSError):
             left = os.fstat(self._fd).st_size - self._position + (0 if self._send_unsent() else len(self._unsent))
             if self._outlet is not None and left > 0:
-                self._outlet.put(self._not_shown_notice(left, self._path))
+                self._outlet.put(self._not_shown_notice(left, self.path))
         os.close(self._fd)
 
     def _is_shown_to(self, size: int) -> bool:
@@ -163,12 +163,12 @@ class TailedFile:
     def _rotate(self) -> None:
         """Copy the file to its backup and truncate it. What was not shown yet is mentioned with its size and place."""
         size = os.fstat(self._fd).st_size
-        backup = _rotated_path(self._path)
+        backup = _rotated_path(self.path)
         try:
             copied = self._copy(backup, max(0, size - self._limit))
         except OSError as error:
             # Most likely the disk is full. Logs must not fill it, so the old output is dropped.
-            _log.warning("%s: its first %d MiB could not be kept: %s", self._path, size >> 20, error.strerror or error)
+            _log.warning("%s: its first %d MiB could not be kept: %s", self.path, size >> 20, error.strerror or error)
             with suppress(OSError):
                 backup.unlink()
             copied = size
@@ -222,6 +222,11 @@ class LogTailer:
         """Follow a file from the next turn on."""
         with self._lock:
             self._files.append(file)
+
+    def follows(self, path: Path) -> bool:
+        """True if the file at `path` is followed already."""
+        with self._lock:
+            return any(file.path == path for file in self._files)
 
     def finish_round(self, number: int, within: float = FINISH_TIMEOUT_S) -> None:
         """The round's workers have ended: read to the end, for at most `within` seconds, then close the files."""

@@ -267,7 +267,8 @@ class JobLogs:
     ) -> str | None:
         prefix = line_prefix(self._template, self._spec.role, rank, local_rank)
         stream = plan_stream(self._spec, which, rank_dir, local_rank, prefix)
-        if stream.path is not None and stream.path.parent == rank_dir:
+        # Another process of a slot that starts ahead of its round continues the file of the one before.
+        if stream.path is not None and stream.path.parent == rank_dir and not tail.follows(stream.path):
             tail.follow(self._tailed_file(which, number, rank, stream, stream.path))
         if stream.path is None:
             return os.devnull if self._outlets[which].is_reader_gone() else None
