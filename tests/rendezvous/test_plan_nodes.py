@@ -61,6 +61,14 @@ def test_growth_waits_for_more_joiners_then_pauses() -> None:
     assert grown.reason == "d joined; restart with 4 workers on 4 nodes, from the beginning"
 
 
+@pytest.mark.parametrize("gone", [{"leaving": "a leaves: SIGTERM"}, {"slots": (), "unusable": "slot 0 of a is in use"}])
+def test_the_last_node_has_fewer_workers_than_the_leader(gone: dict[str, Any]) -> None:
+    """--nproc-per-node is each node's own."""
+    pair = Round(3, (Member("a", "i", (0, 1)), Member("b", "i", (0,))), directory="d")
+    view = replace(VIEW, current=pair, nodes=VIEW.nodes[:2], requirements=Requirements(2, 2, 1, 2))
+    assert nodes(decided(with_(present("a", stepped_round=3, **gone), view=view))) == "b"
+
+
 @pytest.mark.parametrize(
     "view",
     [

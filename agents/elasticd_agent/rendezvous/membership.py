@@ -484,7 +484,8 @@ def assign_slots(
     requirements = view.requirements
     members = []
     for node in chosen:
-        fewest = min(requirements.min_workers, len(node.slots)) if len(chosen) > 1 else requirements.min_workers
+        fewest = requirements.min_workers  # of several nodes each has its own, and no slots if they are fewer
+        fewest = min(fewest, len(node.slots)) if requirements.max_nodes > 1 else fewest
         usable = usable_slots(node, avoided)
         if len(usable) < fewest:  # a Round that waits for one process waits for all
             usable = [s for s in node.slots if not avoided.get((node.id, s))]
