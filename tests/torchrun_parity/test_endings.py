@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,15 @@ def test_a_variable_set_before_torch_is_imported(tmp_path: Path, line: str, vari
     assert (cold is None) if variable is None else (cold is not None and variable in cold)
     script.write_text(f"import os\nimport torch\n{line}\n")
     assert plan_preload(script, (), ()).cold_reason is None
+
+
+def test_what_python_warns_of_in_the_script_is_said_by_the_workers_alone(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('import torch.nn\ndigits = "\\d"\n')
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert "torch.nn" in plan_preload(script, (), ()).modules
+    assert not said
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def plan_preload(
     if script is not None:
         try:
             source = script.read_text(encoding="utf-8")
-            tree = ast.parse(source)
+            tree = parse_script(source)
         except (OSError, ValueError, SyntaxError):
             return PreloadPlan(tuple(modules) + required, required)  # the worker's own traceback explains it
         changed = EarlyEnvironmentScan(path).find_early_change(script)
@@ -87,6 +88,13 @@ def plan_preload(
         if "torch.compile" in source or ".compile(" in source:
             modules += COMPILE_MODULES
     return PreloadPlan(tuple(modules) + required, required)
+
+
+def parse_script(source: str) -> ast.Module:
+    """The syntax tree; the workers' own interpreter prints its warnings. Raises SyntaxError and ValueError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
@@ -113,9 +121,10 @@ class EarlyEnvironmentScan:
         """The name of the file, and of the variable."""
         self._read.add(file)
         try:
-            nodes = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if hasattr(node, "lineno")]
+            tree = parse_script(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, SyntaxError):
             return None
+        nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
         for node in sorted(nodes, key=lambda node: node.lineno):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 change = self._change_in_import(node, file)
