@@ -260,6 +260,19 @@ def test_store_that_cannot_listen(node: StartNode) -> None:
 NO_STORE = ("127.0.0.1", 1)
 
 
+def test_group_is_not_started_cold_after_its_end_was_asked_for(node: StartNode) -> None:
+    """It was released, but what was parked for it had died, and the owner's word on that was still to be read."""
+    a = node("a", preload=PreloadPlan())
+    a.workers.park(1, with_store=False)
+    (pid,) = a.report(Parked).pids
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of what was parked")
+    a.start(a_round(1, a=1), NO_STORE)
+    assert a.workers.signal(1, signal.SIGKILL) == []
+    a.until(GroupEnded)
+    assert not any(isinstance(heard, GroupStarted) for heard in a.received)
+
+
 @pytest.fixture
 def slow(node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     """A node whose template imports the module `slow`, until the file "go" is there."""

@@ -45,6 +45,7 @@ class WorkerGroup:
     store_pid: int = 0
     started_at: float = 0.0
     stop_requested: bool = False
+    is_signalled: bool = False  #: its end was asked for, perhaps before it has started
     held_ranks: tuple[int, ...] = ()  #: local ranks whose GPU's memory is not free yet
     store_port: int = 0
     kept_pids: list[int] = field(default_factory=list)  #: by local rank, as in PendingStart

@@ -283,7 +283,7 @@ class WorkerManager:
         running = [name for name, group in self._groups.items() if group.round.number == number]
         for name in running:
             group = self._groups[name]
-            group.ranks_to_keep = keep.local_ranks
+            group.is_signalled, group.ranks_to_keep = True, keep.local_ranks
             self._owner.send(
                 messages.Signal(name, int(signum), number if save else None, keep.local_ranks, keep.park_s, keep.why)
             )
@@ -534,14 +534,14 @@ class WorkerManager:
             self._start_cold(start)
 
     def _start_refused(self, why: str, name: int | None) -> list[OwnerEvent]:
-        """A cold group that could not be started is a failed start; a warm one starts cold instead."""
+        """A cold group that could not be started is a failed start; a warm one starts cold, unless it is to end."""
         was_parked = self._parked_group is not None and self._parked_group.name == name
         if was_parked:
             self._parked_group = None
         if name is not None and name in self._newcomers.released:  # they have died while they were parked
             return [NewcomerEnded(slot, f"did not start ({why})") for slot in self._newcomers.released.pop(name)]
         group = None if name is None else self._groups.pop(name, None)
-        if group is not None and not group.warm:
+        if group is not None and (group.is_signalled or not group.warm):
             return [StartFailed(group.round.number, why, time.monotonic()), GroupEnded(group.round.number)]
         start = self._begun_start() if was_parked else None
         if group is not None:  # released, but its parked processes have ended
