@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
+from elasticd_agent.model.records import Failure, Member, NodeRecord, QuarantinedSlot, Round
 from elasticd_agent.rendezvous.membership import REREGISTRATION_S
 from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S, plan
 from elasticd_agent.rendezvous.view import Pause, PresentNode, Requirements, View, Wait
@@ -67,6 +67,18 @@ def test_the_last_node_has_fewer_workers_than_the_leader(gone: dict[str, Any]) -
     pair = Round(3, (Member("a", "i", (0, 1)), Member("b", "i", (0,))), directory="d")
     view = replace(VIEW, current=pair, nodes=VIEW.nodes[:2], requirements=Requirements(2, 2, 1, 2))
     assert nodes(decided(with_(present("a", stepped_round=3, **gone), view=view))) == "b"
+
+
+@pytest.mark.parametrize(("leader", "own", "left"), [(4, 3, 3), (2, 4, 4), (2, 0, 3)])
+def test_fewest_workers_of_a_node_are_its_own(leader: int, own: int, left: int) -> None:
+    """A slot of b fails again: it is quarantined if b may run without it. An earlier version's agent does not say."""
+    slots = (0, 1, 2, 3)
+    pair = Round(3, (Member("a", "i", slots), Member("b", "i", slots)), directory="d")
+    pair = replace(pair, quarantined_slots=(QuarantinedSlot("b", 2, strikes=1),))
+    here = (present("a", slots=slots), present("b", slots=slots, min_workers=own))
+    failed = Failure(3, "b", "crash", ((6, 2),), "rank 6 was killed by SIGKILL")
+    view = replace(VIEW, current=pair, nodes=here, requirements=Requirements(leader, 4, 2, 2), failures=(failed,))
+    assert len(decided(view).members[1].slots) == left
 
 
 @pytest.mark.parametrize(

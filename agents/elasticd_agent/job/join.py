@@ -148,6 +148,7 @@ def join_job(
         warm=int(not multi_node or warm),
         role=spec.role,
         node_rank=NO_NODE_RANK if options.node_rank is None else options.node_rank,
+        min_workers=spec.min_workers,
     )
     if options.node_rank is not None:
         where = format_endpoint(*options.endpoints[0])

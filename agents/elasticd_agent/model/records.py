@@ -315,6 +315,7 @@ class NodeRecord(Document):
     ahead: int = 0  #: the round for which this node, in none yet, was asked to start its workers ahead
     pending_exception: str = ""  #: of a rank of `ready_round` that has raised and not exited yet, in words
     node_rank: int = NO_NODE_RANK  #: its place among nodes that have not been in a Round before, as its user gave it
+    min_workers: int = 0  #: the fewest workers here, as its user gave it; 0: as the leader's
 
     @property
     def identity(self) -> Identity:

@@ -270,8 +270,12 @@ def usable_slots(record: NodeRecord, avoided: AvoidedSlots) -> list[int]:
 
 
 def has_enough_slots(record: NodeRecord, view: View, avoided: AvoidedSlots) -> bool:
-    needed = max(1, min(view.requirements.min_workers, len(record.slots)))
-    return len(usable_slots(record, avoided)) >= needed
+    return len(usable_slots(record, avoided)) >= max(1, _fewest_workers(record, view))
+
+
+def _fewest_workers(record: NodeRecord, view: View) -> int:
+    """Of this node, by its own command line."""
+    return min(record.min_workers or view.requirements.min_workers, len(record.slots))
 
 
 # ---- the next members
@@ -484,8 +488,7 @@ def assign_slots(
     requirements = view.requirements
     members = []
     for node in chosen:
-        fewest = requirements.min_workers  # of several nodes each has its own, and no slots if they are fewer
-        fewest = min(fewest, len(node.slots)) if requirements.max_nodes > 1 else fewest
+        fewest = _fewest_workers(node, view) if requirements.max_nodes > 1 else requirements.min_workers
         usable = usable_slots(node, avoided)
         if len(usable) < fewest:  # a Round that waits for one process waits for all
             usable = [s for s in node.slots if not avoided.get((node.id, s))]
