@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -102,6 +103,25 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_service_can_be_named() -> None:
     assert tuple(preemption.NOTICE_QUERIES) == notice_options.NOTICE_SERVICES
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\n{", b"other\r\n\r\n"], ids=["cut", "other"]
+)
+def test_answer_that_is_none_is_an_error_like_others(answer: bytes) -> None:
+    """Any other one would end the thread that asks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reply() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        service = threading.Thread(target=reply)
+        service.start()
+        with pytest.raises(OSError, match=r"http://127\.0\.0\.1"):
+            preemption.azure_notice(f"http://127.0.0.1:{server.getsockname()[1]}")
+        service.join()
 
 
 @pytest.mark.parametrize(("service", "answers", "notice"), NOTICES)

@@ -6,6 +6,7 @@ KEY:EFFECT, a condition as TYPE, all with * as in shells.
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import urllib.error
@@ -59,7 +60,7 @@ def http_request(
     context: ssl.SSLContext | None = None,
     body: bytes | None = None,
 ) -> bytes:
-    """The answer's body, empty for 404: the service has nothing to say. No proxy is asked."""
+    """The answer's body, empty for 404: the service has nothing to say. No proxy is asked. Raises OSError."""
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), *([urllib.request.HTTPSHandler(context=context)] if context else [])
     )
@@ -73,6 +74,8 @@ def http_request(
             if error.code != 404:
                 raise
         return b""
+    except http.client.HTTPException as error:  # no HTTP, or an answer that ends in the middle
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from None
 
 
 def _request_object(base: str, path: str, method: str = "GET", body: bytes | None = None) -> dict[str, Any]:
