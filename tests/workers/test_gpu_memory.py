@@ -8,6 +8,7 @@ import queue
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -107,6 +108,27 @@ def checked(inbox: Inbox) -> MemoryChecked:
 
 def busy(inbox: Inbox) -> tuple[str, ...]:
     return answer_of(inbox).busy_gpus
+
+
+def test_agent_without_room_for_a_thread_asks_again(
+    opened: Open, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "elasticd-nvml":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start_others)
+        memory = opened(1.0)
+        memory.track({os.getpid(): ""})
+        memory.start_check(())
+        assert checked(inbox).trouble == "the NVML process cannot be started: can't start new thread"
+    memory.track({os.getpid(): ""})
+    memory.start_check(())
+    assert not checked(inbox).trouble
 
 
 def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ not answer. Without a driver, or without the Python package, every question has 
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import math
 import os
@@ -104,8 +105,15 @@ class NvmlClient:
         self._answers = queue.SimpleQueue()
         self._stop_reader = Waker()
         reader_args = (helper, self._answers, self._stop_reader.fileno())
-        self._reader = threading.Thread(target=self._read_messages, args=reader_args, name="elasticd-nvml", daemon=True)
-        self._reader.start()
+        self._reader = None
+        reader = threading.Thread(target=self._read_messages, args=reader_args, name="elasticd-nvml", daemon=True)
+        try:
+            reader.start()
+        except RuntimeError as error:  # the job has used up its processes
+            self._stop_reader.close()
+            self.close()
+            raise OSError(errno.EAGAIN, str(error)) from None
+        self._reader = reader
         for request in self._at_start:
             helper.send(request, time.monotonic() + CLOSE_S)
         return helper
