@@ -120,6 +120,17 @@ def test_little_that_shows_a_wait_for_others(
     assert seen[-1].quiet_s > 5
 
 
+@pytest.mark.parametrize("queued", [None, 0])
+def test_sockets_that_the_kernel_does_not_show(
+    watch: GroupObserver, writer: HeartbeatWriter, queued: int | None
+) -> None:
+    """As in a sandbox, or without its module for them."""
+    writer.step(1)
+    watch.read_usage = lambda known, port: dict.fromkeys(known, TreeUsage(0.0, 0, tcp_queued_bytes=queued))
+    seen = [watch.observe(100.0 + at).ranks[0].shows_sockets for at in range(5)]
+    assert (seen[0], seen[-1]) == (True, queued is not None)
+
+
 def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     """A flight recorder is written in the middle of two samples; the answer comes when it is all there."""
     written = [0, 100, 500_000, 900_000, 900_100, 905_000, 906_000]

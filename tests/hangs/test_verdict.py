@@ -402,6 +402,12 @@ def test_any_byte_in_a_collective_counts() -> None:
         assert isinstance(judge([idle(seconds, -1.0, *ranks)], ["a"], PLAIN), kind)
 
 
+def test_bytes_that_the_kernel_does_not_show_may_move() -> None:
+    pair = [replace(WAITS, rank=rank, slot=rank, shows_sockets=False) for rank in (0, 1)]
+    for seconds, kind in ((90.0, SuspectedHang), (1800.0, Hang)):
+        assert isinstance(judge([idle(seconds, -1.0, *pair)], ["a"], PLAIN), kind)
+
+
 def test_all_ranks_of_a_node_are_stopped_by_a_scheduler() -> None:
     first = replace(WAITS, state="T", stopped_s=3.0, alive_s=0.0, idle_s=3.0)
     stopped = [first, replace(first, rank=1, slot=1)]

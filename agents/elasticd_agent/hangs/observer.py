@@ -331,7 +331,8 @@ class GroupObserver:
         state = "t" if after[pid].is_traced and state in ("R", "S", "D") else state
         queued = after[pid].tcp_queued_bytes
         unsent = -1 if queued is None else queued
-        return replace(report, state=state, cpu_s=cpu_s, io_bytes=io_bytes, window_s=ended - began, unsent=unsent)
+        report = replace(report, state=state, cpu_s=cpu_s, io_bytes=io_bytes, window_s=ended - began, unsent=unsent)
+        return replace(report, shows_sockets=queued is not None)
 
     def close(self) -> None:
         for reader in self._heartbeat_readers:

@@ -343,11 +343,14 @@ def _stopped_culprits(case: _Case) -> SuspectedHang | None:
 
 
 def _slow_collective(case: _Case) -> SuspectedHang | None:
-    """All ranks wait in one collective, or those that the others wait for do, and data flows."""
+    """All ranks wait in one collective, or those that the others wait for do, and data flows, or may flow unseen."""
     culprits = [rank for rank in case.blame.culprits if rank.report.where == "collective"]
     ranks = case.live if case.blame.evidence == "alike" else culprits if case.blame.evidence == "idle" else []
     if not ranks or case.idle_s >= case.ceiling_s:
         return None
+    if (hidden := next((rank for rank in ranks if not rank.report.shows_sockets), None)) is not None:
+        unknown = f"the kernel does not show the sockets of {hidden.label()}"
+        return SuspectedHang(f"slow or hung: {case.blame.why}; but {unknown}; the limit is {case.ceiling_s:g} s")
     moved_s, sender = min(((rank.sockets_idle_s, rank) for rank in ranks), key=lambda one: one[0])
     if moved_s >= (LIMIT_RULES["alike"].report_s or 0.0) or moved_s >= case.idle_s / 2:
         return None

@@ -78,6 +78,7 @@ class RankReport(Record):
     unsent: int = -1  #: bytes in the queues of its TCP sockets, unsent or unread; -1: unknown
     quiet_s: float = -1.0  #: since its process tree last used CPU, read, wrote, or started a process; -1: unknown
     sockets_s: float = -1.0  #: since bytes moved on its TCP sockets; -1: unknown
+    shows_sockets: bool = True  #: the kernel shows its TCP sockets, if they were looked for
     # from its stack
     where: StackPlace = ""
     function: str = ""  #: the frame that `where` was concluded from
