@@ -126,7 +126,7 @@ def test_backoff_starts_at_the_failure() -> None:
     assert waiting(view, 100.0) == Wait(why, 102.0, notable=True)
     r = decided(view, 102.0)
     assert r.budget == BudgetState(counted=3, streak=3, tokens=59.0)
-    assert r.reason == "rank 1 was killed by SIGKILL; restart with 2 workers on a, from the beginning"
+    assert r.reason == "rank 1 was killed by SIGKILL; restart with 2 workers on a, no checkpoint yet"
 
 
 def test_user_error_ends_the_job_if_every_node_reports_it() -> None:
