@@ -146,7 +146,7 @@ def _run_agent(
         from elasticd_agent.system.network.preemption import PreemptionMonitor  # it takes an HTTP client
 
         services = tuple(map(parse_notice_service, settings.preemption_notices))
-        monitor = PreemptionMonitor(services, lambda notice: inbox.put(SignalRequest("drain", notice)), journal.warn)
+        monitor = PreemptionMonitor(services, lambda notice: inbox.put(SignalRequest("notice", notice)), journal.warn)
         stack.callback(monitor.close)
     rendezvous = store_rendezvous(settings)
     specs = SpecBuilder(settings, rendezvous, settings.devices(os.environ))

@@ -67,7 +67,7 @@ class Wakeup:
 
 @dataclass(frozen=True, slots=True)
 class SignalRequest:
-    action: Literal["drain", "reload", "replace", "ignore"]
+    action: Literal["drain", "notice", "reload", "replace", "ignore"]
     source: str
 
 
@@ -117,6 +117,7 @@ class NodeLoop:
         self._outcomes = RunOutcomes()
         self._cluster_view = ClusterView()
         self._draining = ""
+        self._signalled_to_drain = False
         self._store_unavailable_since: float | None = None
         self._registered = False
         self._reported_name_conflict = ""
@@ -237,17 +238,18 @@ class NodeLoop:
     def _handle(self, request: SignalRequest) -> MustReplace:
         journal = self._parts.journal
         match request.action:
-            case "drain" if self._draining:
+            case "drain" if self._signalled_to_drain:
                 journal.warn(f"{request.source} again: remaining jobs are killed")
                 self._parts.runners.expire_deadlines()
-            case "drain":
+            case "drain" | "notice":  # a notice and the signal that comes with it are one request
                 within_s = float(self.settings.drain_timeout_s)
-                self._draining = f"the agent was stopped ({request.source})"
-                journal.event(
-                    events.NodeStateEvent,
-                    f"{request.source}: jobs have {within_s:g} s to leave this node",
-                    state="draining",
-                )
+                self._signalled_to_drain |= request.action == "drain"
+                if self._draining:
+                    journal.log(f"{request.source}: this agent is leaving already")
+                else:
+                    self._draining = f"the agent was stopped ({request.source})"
+                    sentence = f"{request.source}: jobs have {within_s:g} s to leave this node"
+                    journal.event(events.NodeStateEvent, sentence, state="draining")
                 self._parts.notifier.stopping(within_s + 30.0, "draining")
             case "reload":
                 self._parts.notifier.reloading()

@@ -15,6 +15,7 @@ import pytest
 from elasticd.errors import UsageError
 from elasticd_agent.config import notice_options
 from elasticd_agent.system.network import kubernetes, preemption
+from tests.daemon.node import COLD, AgentNode, until
 from tests.faults.job import Job
 
 POD = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}, "metadata": {}, "spec": {"nodeName": "gpu-7"}}
@@ -191,3 +192,28 @@ def test_job_stops_with_the_notice_as_its_reason(serve: Serve, tmp_path: Path) -
         assert run.file("got-0") == "SIGTERM"
     finally:
         run.end()
+
+
+@pytest.mark.parametrize("notice_first", [True, False])
+def test_notice_and_the_signal_that_comes_with_it_are_one_request(
+    serve: Serve, tmp_path: Path, notice_first: bool
+) -> None:
+    """Together they would be a second SIGTERM, which kills jobs before they have saved."""
+    answers = dict(QUIET["gcp"])
+    node = AgentNode(tmp_path, "n1", "DAEMON_TEST=notice", preemption_notices=[f"gcp={serve(answers)}"])
+    node.job("one", "plain.py", COLD, "slow", workers=1)
+    try:
+        node.start()
+        until(lambda: (node.work / "ready-0").exists(), node.diagnostics)
+        for is_notice in (notice_first, not notice_first):
+            if is_notice:
+                answers[f"{GCP}/preempted"] = "TRUE"
+                node.wait_for_log("GCP preempts this VM")
+            else:
+                node.signal(signal.SIGTERM)
+                node.wait_for_log("SIGTERM")
+        assert node.wait() == 0
+        assert (node.work / "got-0").read_text() == "SIGTERM", node.diagnostics()
+        assert "remaining jobs are killed" not in node.log
+    finally:
+        node.end()
