@@ -119,6 +119,7 @@ class NodeChecks:
         self._nvml = NvmlClient(({"do": "events", "gpus": ()},), self._on_nvml_event)
         self._events: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
         self.gpu_usage: tuple[GpuUsage, ...] = ()
+        self.time_limit_s = 0.0  #: that of the directories and plugins of the newest run
         self._most_links: dict[str, int] = {}
         self._ports: dict[str, Any] = {}
         self._kubernetes = KubernetesNode(settings.node)
@@ -230,6 +231,7 @@ class NodeChecks:
         }
         turns = -(-len(names) // MAX_PARALLEL_CHECKS)
         within_s = turns * (max(DIRECTORY_TIMEOUT_S, plugin_s) + 1.0) + CLOSE_S
+        self.time_limit_s = within_s
         deadline = time.monotonic() + within_s
         helper = HelperProcess(
             [sys.executable, "-S", "-m", "elasticd_daemon.health.check_process"],

@@ -35,7 +35,7 @@ from elasticd_daemon.runners.liveness import boot_id
 RECHECK_S = 5.0
 """Until the next run while a failure is unconfirmed or the node has not registered."""
 OVERDUE_S = 300.0
-"""Far beyond all the deadlines of one run together."""
+"""Beyond the time limit of directories and plugins: far more than all other deadlines of one run together."""
 MAX_QUERY_GAP_S = 10.0
 """The agent asks every second; after a longer pause it was stopped itself, and so was the checking thread."""
 CLOSE_S = 10.0
@@ -88,7 +88,7 @@ class HealthMonitor:
             self._queried_since = now
         self._queried_at = now
         overdue_s = now - max(self._checked_at, self._queried_since) - self._settings.health.every_s
-        if overdue_s > OVERDUE_S:
+        if overdue_s > OVERDUE_S + self._checks.time_limit_s:
             return HealthVerdict("unhealthy", f"the checks that were due {overdue_s:.0f} s ago hang")
         return health_verdict(self._history, now)
 

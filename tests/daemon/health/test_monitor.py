@@ -35,6 +35,7 @@ class ScriptedCheckSuite:
         self.fails: OSError | None = None
         self.received: Callable[[], None] = lambda: None
         self.gpu_usage = (GpuUsage(0, 97, 61 << 30, 80 << 30), GpuUsage(3))
+        self.time_limit_s = 0.0
 
     def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
         if self.hangs:
@@ -300,6 +301,18 @@ def test_hanging_run_blocks_no_caller_and_is_unhealthy(
     assert time.monotonic() - began < 10
     until(lambda: not verdict(health)[0], "verdict on a look that hangs")
     assert "hang" in verdict(health)[1]
+
+
+def test_plugins_that_may_take_long_do_not_hang(
+    opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = opened()
+    assert states(inbox, 1) == ["healthy"]
+    monkeypatch.setattr(monitor, "OVERDUE_S", 0.1)
+    looks.time_limit_s = 2 * PATIENCE_S  # health.plugin_timeout allows it
+    looks.hangs = True
+    until(lambda: time.monotonic() > health._checked_at + 0.5, "a run longer than OVERDUE_S")
+    assert verdict(health)[0]
 
 
 def test_stopped_agent_is_not_unhealthy(
