@@ -64,18 +64,24 @@ def describe_largest_job(directory: str) -> str:
     try:
         with os.scandir(os.path.join(directory, "jobs")) as jobs:
             for job in jobs:
-                size, user = 0, job.stat(follow_symlinks=False).st_uid
-                for folder, _, names in os.walk(job.path):
-                    for name in names:
-                        if time.monotonic() > until:
-                            break
-                        with contextlib.suppress(OSError):  # it has just been removed
-                            size += os.lstat(os.path.join(folder, name)).st_blocks * 512
+                size, user = _tree_bytes(job.path, until), job.stat(follow_symlinks=False).st_uid
                 if size > most:
                     most, which = size, f"; most of it, {format_size(size)}, has job {job.name} of uid {user}"
     except OSError:
         pass
     return which
+
+
+def _tree_bytes(path: str, until: float) -> int:
+    """The space of the files below `path`, as far as it can be added up in time: there may be a million folders."""
+    size = 0
+    for folder, _, names in os.walk(path):
+        for name in ("", *names):
+            if time.monotonic() > until:
+                return size
+            with contextlib.suppress(OSError):  # it has just been removed
+                size += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return size
 
 
 def try_write(directory: str) -> None:

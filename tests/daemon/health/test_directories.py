@@ -107,6 +107,18 @@ def test_full_state_directory_concerns_new_jobs_only(node: Node, tmpfs: Path) ->
     assert found.why.endswith("less than 512 KiB; most of it, 200 KiB, has job two.7 of uid 1234")
 
 
+def test_many_folders_of_jobs_do_not_make_the_check_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that is late counts against the node, and moves the jobs of all users."""
+    for number in range(50):
+        (tmp_path / "jobs" / "one.1" / str(number)).mkdir(parents=True)
+    scanned: list[object] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scanned.append(path) or scandir(path))
+    monkeypatch.setattr(directories, "LARGEST_JOB_TIMEOUT_S", -1.0)
+    assert directories.describe_largest_job(str(tmp_path)) == ""
+    assert len(scanned) == 2, "the jobs, and the first folder of the first one"
+
+
 @needs_root
 def test_directory_without_free_inodes(node: Node, tmpfs: Path) -> None:
     for number in range(25):
