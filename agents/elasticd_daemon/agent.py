@@ -237,11 +237,12 @@ def _run_loop(loop: NodeLoop, parts: LoopDependencies, code: Path | None) -> Mus
         pid=os.getpid(),
         adopted=adopted,
     )
-    replaces = False
+    leaves = False  # an agent that crashes is missed
     try:
         replaces = loop.run()
+        leaves = not replaces
     finally:
-        loop.close(leaves=not replaces)
+        loop.close(leaves=leaves)
     how = "is replaced by the installed version" if replaces else "has left"
     journal.event(events.AgentEndedEvent, f"{me} {how}", exit_code=None if replaces else 0)
     return replaces

@@ -69,9 +69,11 @@ class NodeStatusPublisher:
         return True
 
     def leave(self) -> None:
-        """Nobody misses this node then. May raise StoreRefused."""
+        """Nobody misses this node then, unless another agent has its name. May raise StoreRefused."""
         self.key.withdraw()
-        self._store.delete(keys.KNOWN_NODES + self._status.node)
+        other = self._store.read(self.key.key)
+        if other is None or self._is_own(other.value):
+            self._store.delete(keys.KNOWN_NODES + self._status.node)
 
     def _write_known_node(self) -> None:
         """A lost race is the scheduler's, which sees that this node is there."""

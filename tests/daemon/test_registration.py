@@ -103,3 +103,15 @@ def test_unregistered_agent_schedules_nothing(clock: Clock, memory: MemoryStore)
         twin.turn(clock)
     assert twin.placer.turn(clock.now) == []
     assert memory.read(names.SCHEDULER) is None
+
+
+def test_agent_whose_name_another_one_has_leaves_that_one_known(clock: Clock, memory: MemoryStore) -> None:
+    """Its loss would be noted by nobody."""
+    one, twin = PublishingAgent(memory, "a"), PublishingAgent(memory, "a", "i-twin")
+    live(clock, 2, one)
+    with pytest.raises(NodeNameConflict):
+        twin.turn(clock)
+    twin.announcement.leave()
+    assert memory.read(names.KNOWN_NODES + "a") is not None
+    one.announcement.leave()
+    assert memory.read(names.KNOWN_NODES + "a") is None
