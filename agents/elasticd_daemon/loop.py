@@ -25,6 +25,7 @@ the runners; signals that arrived and were not handled wait for it in the inbox.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable
@@ -371,7 +372,8 @@ class NodeLoop:
             return
         for spec in missing:
             if spec.submission:
-                self._parts.store.compare_and_swap(keys.SUBMISSIONS + spec.job, None, spec.submission.encode())
+                with contextlib.suppress(WireError, StoreRefused):
+                    job_queue.submit_again(self._parts.store, spec.job, spec.number, spec.submission.encode())
                 self._cache.invalidate(keys.SUBMISSIONS + spec.job)
         self._missing_since = None
 

@@ -12,6 +12,7 @@ above everything known even if it was lost.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,11 +93,20 @@ def submit(store: Store, request: Submission, *, stem: str = "job", cache: Store
         before = _require_free_id(store, job, token) if job else None
         if isinstance(before, Submission):
             return before
-        submission = replace(request, job=job or new_job_id(stem), number=_take_number(store))
+        number = _take_number(store, _ended_number(store, job) if job else 0)
+        submission = replace(request, job=job or new_job_id(stem), number=number)
         _check_submission(submission)
         if _write_submission(store, before, submission):
             return submission
     raise _lost_races_error("the job was not submitted")
+
+
+def submit_again(store: Store, job: str, number: int, record: bytes) -> None:
+    """Put the submission of a job that runs back into a store that has lost it, or has only an earlier run's."""
+    key = names.SUBMISSIONS + job
+    before = store.read(key)
+    if before is None or decode_record(Submission, key, before.value).number < number:
+        store.compare_and_swap(key, None if before is None else before.version, record)
 
 
 def new_job_id(stem: str) -> str:
@@ -153,7 +163,8 @@ def uncordon(store: Store, node: str) -> bool:
     return store.delete(names.CORDONS + node)
 
 
-def _take_number(store: Store) -> int:
+def _take_number(store: Store, above: int) -> int:
+    """The next number, `above` that of the job's last run: a store that was restored may have an old sequence."""
     for _ in range(MAX_LOST_RACES):
         entry = store.read(names.SUBMISSION_SEQUENCE)
         text = b"0" if entry is None else entry.value
@@ -163,7 +174,7 @@ def _take_number(store: Store) -> int:
             known = read_view(store)
             taken = [*(s.number for s in known.submissions), *(p.number for p in known.placements)]
             number = max([0, *taken, *(r.number for r in known.results)])
-        number += 1
+        number = max(number, above) + 1
         if store.compare_and_swap(
             names.SUBMISSION_SEQUENCE, None if entry is None else entry.version, str(number).encode()
         ):
@@ -173,6 +184,15 @@ def _take_number(store: Store) -> int:
 
 def _lost_races_error(what: str) -> StoreUnavailable:
     return StoreUnavailable(f"{what}: {MAX_LOST_RACES} attempts to write to the store lost a race")
+
+
+def _ended_number(store: Store, job: str) -> int:
+    """The number of the job's last run that has ended; 0 if there is none that can be decoded."""
+    key = names.RESULTS + job
+    entry = store.read(key)
+    with contextlib.suppress(WireError):
+        return 0 if entry is None else decode_record(JobResult, key, entry.value).number
+    return 0
 
 
 def _newest_number(store: Store, job: str) -> int:

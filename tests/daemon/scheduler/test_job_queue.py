@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -268,6 +269,19 @@ def test_submit_with_a_damaged_sequence(store: Store, text: bytes) -> None:
     assert submit(store, "d").number == 4
     store.delete(names.SUBMISSION_SEQUENCE)
     assert submit(store, "e").number == 5
+
+
+def test_store_that_was_restored_from_before_a_run(store: Store) -> None:
+    """A lower number would be one of a run that has ended, and never start."""
+    first = submit(store, "llm")
+    queue.cancel(store, "llm", "ann", 6.0)
+    running = replace(first, number=9)  # submitted after the snapshot
+    queue.submit_again(store, "llm", 9, running.to_json())
+    queue.submit_again(store, "llm", 1, first.to_json())
+    assert queue.read_view(store).unfinished() == (running,)
+    queue.cancel(store, "llm", "ann", 7.0)
+    assert (submit(store, "llm").number, submit(store, "next").number) == (10, 11)
+    assert [s.job for s in queue.read_view(store).unfinished()] == ["llm", "next"]
 
 
 def flaky(*fails: int, late: bool = False) -> InterruptedStore:
