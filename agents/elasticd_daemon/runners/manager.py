@@ -255,7 +255,9 @@ class RunnerManager:
         try:
             liveness.write_stop_reason(files.lock, "")
             child = spawn(files, lock, account, secrets, self._code)
-            liveness.write_owner(files.lock, child.pid)
+            named = liveness.lock_owner(files.lock)
+            if named is None or named.pid == os.getpid():  # else the runner has named itself already, below its keeper
+                liveness.write_owner(files.lock, child.pid)
         finally:
             os.close(lock)
         runner = ManagedRunner(spec, files, child=child)

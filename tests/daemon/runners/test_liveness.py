@@ -23,7 +23,15 @@ from elasticd_daemon.runners import liveness as alive
 from elasticd_daemon.runners import manager
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.spawn import Account
-from elasticd_daemon.runners.spec import MAX_EXIT_BYTES, RunnerExit, RunnerSpec, read_exit, read_spec, write_exit
+from elasticd_daemon.runners.spec import (
+    MAX_EXIT_BYTES,
+    RunnerExit,
+    RunnerSpec,
+    StoreSecrets,
+    read_exit,
+    read_spec,
+    write_exit,
+)
 from tests.daemon.health.test_directories import DeadMount, needs_root
 from tests.daemon.node import until
 
@@ -338,6 +346,25 @@ def test_lock_out_of_reach_keeps_no_slots(
         assert fd is not None, "the next runner of this run needs it"
         os.close(fd)
         keeper.communicate("\n")
+
+
+def test_runner_that_names_itself_before_its_agent_names_the_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine. A runner that is never asked leaves as an orphan, and no signal reaches it by its keeper."""
+    with ExitStack() as stack:
+        keeper, runner = (stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(2))
+        stack.callback(runner.kill)
+        stack.callback(keeper.kill)
+
+        def spawn(files: JobFiles, *_: object) -> subprocess.Popen[bytes]:
+            alive.write_owner(files.lock, runner.pid)
+            return keeper
+
+        monkeypatch.setattr(manager, "spawn", spawn)
+        with closing(RunnerManager(tmp_path, lambda: None, print)) as runners:
+            runners.start(RunnerSpec("j", 1, "n1", (0,), "{}"), Account.of(None), StoreSecrets())
+            assert alive.lock_owner(job_files(tmp_path, "j", 1).lock).pid == runner.pid
 
 
 @needs_root
