@@ -86,9 +86,11 @@ def test_job_gets_a_group_beside_the_agents(tmp_path: Path) -> None:
             "cpu.weight": "50",
         }
     assert Path(root, UNIT, "cgroup.subtree_control").read_text() == "+cpu +memory"
-    Path(root, UNIT, "job.old.1").mkdir()
-    remove_empty_job_groups(proc, root)
-    assert [path.name for path in Path(root, UNIT).glob("job.*")] == ["job.llama.7"], "only empty ones go"
+    for empty in ("job.old.1", "job.starts.2"):
+        Path(root, UNIT, empty).mkdir()
+    remove_empty_job_groups([f"{root}/{UNIT}/job.starts.2"], proc, root)
+    left = sorted(path.name for path in Path(root, UNIT).glob("job.*"))
+    assert left == ["job.llama.7", "job.starts.2"], "only empty ones go, of which no runner is about to start"
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ class RunnerManager:
             else:
                 ends.append(RunnerEnd(spec, read_exit(files), stop_requested=False))
         self._update_poller()
-        cgroups.remove_empty_job_groups()
+        self._remove_empty_job_groups()
         return ends
 
     def _adoptable_spec(self, files: JobFiles, until: float) -> RunnerSpec | None:
@@ -345,7 +345,7 @@ class RunnerManager:
                 self._kill_remnants(runner, now)
         if ends:
             self._update_poller()
-            cgroups.remove_empty_job_groups()
+            self._remove_empty_job_groups()
         return ends
 
     def next_poll_at(self) -> float | None:
@@ -434,6 +434,9 @@ class RunnerManager:
         if runner.stop_requested:
             runner.signal(signal.SIGTERM)
         self._update_poller()
+
+    def _remove_empty_job_groups(self) -> None:
+        cgroups.remove_empty_job_groups(runner.spec.control_group for runner in self._runners.values())
 
     def _update_poller(self) -> None:
         self._poller.set_targets({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})

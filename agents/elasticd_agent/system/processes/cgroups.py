@@ -93,12 +93,16 @@ def join_group(group: Path) -> None:
     (group / "cgroup.procs").write_bytes(b"%d" % os.getpid())
 
 
-def remove_empty_job_groups(proc: str = "/proc", root: str = ROOT) -> None:
-    """The groups of jobs of which no process is left; the kernel keeps the others."""
+def remove_empty_job_groups(except_groups: Iterable[str] = (), proc: str = "/proc", root: str = ROOT) -> None:
+    """The groups of jobs of which no process is left; the kernel keeps the others. `except_groups`: a runner that has
+    just been started has yet to join its own.
+    """
+    kept = {*except_groups}
     with contextlib.suppress(LimitsUnavailable, OSError):
         for group in _delegated_group(proc, root).glob(f"{_JOB_GROUP_PREFIX}*"):
             with contextlib.suppress(OSError):
-                group.rmdir()
+                if str(group) not in kept:
+                    group.rmdir()
 
 
 def _delegated_group(proc: str, root: str) -> Path:
