@@ -29,6 +29,8 @@ from elasticd_daemon.api.schema import LogChunk
 POLL_S = 0.5
 OUTAGE_TIMEOUT_S = 120.0
 """The time for which -f waits for an agent that is being restarted or upgraded, or for its store."""
+POLLS_UNTIL_MENTIONED = 20
+"""After so many -f says that there is no such log yet: there may never be one, of a rank that the job does not have."""
 _TAIL_BYTES = 1 << 20
 
 
@@ -80,6 +82,7 @@ class LogFollower:
         """Until everything is printed, or, with follow, until the log is final. Raises RequestFailed, Unreachable."""
         if self.query.follow:
             self._await_start()
+        polls = 0
         while True:
             newest = self._newest_round
             moved = [self._print_next_chunk(stream) for stream in self._streams]
@@ -94,6 +97,9 @@ class LogFollower:
                 continue
             if self._log_is_final():
                 break
+            polls += 1
+            if polls == POLLS_UNTIL_MENTIONED and not any(stream.started for stream in self._streams):
+                self.log(f"{self._last_error}; waiting for it until the job ends")
             self.sleep(POLL_S)
 
     def _await_start(self) -> None:

@@ -102,6 +102,19 @@ def test_missing_log_gives_the_agents_sentence(one: Served) -> None:
         read(one, job="nope", follow=True)
 
 
+def test_follow_says_that_it_waits_for_a_rank_without_a_log(one: Served, until: Until) -> None:
+    one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
+    one.log(1, 0, "stdout", "one\n")
+    reading = FollowerThread(one, replace(ALL, rank=8, follow=True))
+    until(lambda: reading.waits > following.POLLS_UNTIL_MENTIONED, 60)
+    (said,) = reading.answers
+    assert said.startswith("job 'llama' has no log of rank 8 (std") and said.endswith(
+        "of the last one ranks 0; waiting for it until the job ends"
+    )
+    end(one)
+    assert reading.wait() and reading.out.getvalue() == b""
+
+
 def test_follow_through_all_rounds_to_the_end(one: Served, until: Until) -> None:
     reading = FollowerThread(one, replace(ALL, follow=True))
     until(lambda: reading.waits > 2, 30)
