@@ -4,7 +4,7 @@
 #   install.sh [--prefix DIR] [--from WHAT] [--python PYTHON] [--no-start]
 #
 #   --prefix DIR      target (/opt/elasticd): a virtual environment in DIR/venv, two small scripts in DIR/libexec, a job to
-#                     try in DIR/example; /usr/local/bin/elasticd links to it, and /usr/local/share has completions and man page
+#                     try in DIR/example; /usr/local/bin/elasticd links to it, and /usr/local/share has the man page
 #   --from WHAT       source for pip: a wheel, a folder, a requirement (default: the checkout of this script)
 #   --python PYTHON   an interpreter with elasticd; no virtual environment is created, pip is not run
 #   --no-start        install everything, but neither start the agent nor replace a running one

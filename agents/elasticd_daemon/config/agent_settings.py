@@ -246,7 +246,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_timeout_s: Annotated[
         Seconds,
         "Time for jobs to leave this node (pause, checkpoint, end) when the agent is stopped or the "
-        "node drained, before they are killed.",
+        "node drained, before they are killed. A job takes no longer than what counted at its start.",
         RELOADABLE,
     ] = Seconds(60)
     preemption_notices: Annotated[
