@@ -16,14 +16,17 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
+from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.process import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_NAME,
     STRAY_SIGNALS,
+    children,
     prctl,
     reap_children,
     signal_name,
 )
+from elasticd_daemon.keys import KEEPER_COMM, RUNNER_COMM
 
 RESTART_BACKOFFS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_AFTER_S = 60.0
@@ -36,7 +39,7 @@ ABORT_GRACE_S = 5.0
 """The time from SIGABRT, on which the agent writes its stacks, to SIGKILL, which also ends a stopped agent."""
 POLL_S = 5.0
 FINAL_EXIT_CODES = (0, 2)
-"""The agent left on request, or its configuration is wrong."""
+"""The agent left on request, or its configuration is wrong, which is no reason to end jobs with the container."""
 MAX_DATAGRAM_BYTES = 4096
 MAX_DATAGRAMS_PER_POLL = 1000
 """A flood on the address must not block the supervisor."""
@@ -121,7 +124,7 @@ def _supervise(command: Sequence[str], watchdog: WatchdogMonitor | None, poll_s:
             failure = f"cannot be started ({error.strerror}), retrying"
         else:
             code, end_requested = _watch_agent(child, watchdog, signals, poll_s, abort_grace_s)
-            if code in FINAL_EXIT_CODES or end_requested:
+            if end_requested or code == 0 or (code in FINAL_EXIT_CODES and not _has_runners()):
                 return code if code >= 0 else 128 - code
             failure = f"{_describe_exit(code)} and is started again"
         failures = 1 if time.monotonic() - started_at >= STABLE_AFTER_S else failures + 1
@@ -129,6 +132,12 @@ def _supervise(command: Sequence[str], watchdog: WatchdogMonitor | None, poll_s:
         _log(f"the agent {failure} in {pause_s:g} s; jobs continue without it")
         if _wait_for_stop_signal(pause_s, signals):
             return 128 + signal.SIGTERM
+
+
+def _has_runners() -> bool:
+    """True while a runner, or its keeper, is our child."""
+    names = {procfs.read(f"/proc/{pid}/comm").strip() for pid in children()}
+    return not names.isdisjoint((RUNNER_COMM, KEEPER_COMM))
 
 
 def _watch_agent(

@@ -79,6 +79,22 @@ def test_wrong_configuration_is_not_retried(node: MakeNode) -> None:
     assert n1.log.count("elasticd agent: error:") == 1
 
 
+def test_wrong_configuration_ends_no_job(node: MakeNode) -> None:
+    """With the container it would, without a checkpoint."""
+    n1 = node()
+    n1.job("one", "plain.py", COLD, "sleep", workers=1)
+    n1.start("--supervised")
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
+    right, workers = n1.config.read_text(), n1.workers("one")
+    n1.config.write_text(right + "nonsense = 1\n")
+    os.kill(n1.events("agent_started")[0]["pid"], signal.SIGKILL)
+    n1.wait_for_log("the agent ended with code 2 and is started again")
+    n1.config.write_text(right)
+    until(lambda: len(n1.events("node_registered")) > 1, n1.diagnostics)
+    assert n1.workers("one") == workers and lives(*workers)
+    assert n1.drain() == 0
+
+
 @pytest.mark.system
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (util-linux)")
 def test_as_process_1_of_a_container(node: MakeNode) -> None:

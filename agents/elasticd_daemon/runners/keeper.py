@@ -22,6 +22,7 @@ from elasticd_agent.system.processes.process import (
     prctl,
     reap_children,
 )
+from elasticd_daemon.keys import KEEPER_COMM
 
 OWNER_COMM = b"elasticd-owner"
 OWNER_GRACE_S = 25.0
@@ -44,7 +45,7 @@ def fork_runner(keeper_lock: int, runner_fds: Iterable[int]) -> int:
         return keeper
     code = 1
     try:
-        prctl(PR_SET_NAME, b"elasticd-keeper")
+        prctl(PR_SET_NAME, KEEPER_COMM)
         for signum in IGNORED_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         for fd in runner_fds:
