@@ -16,6 +16,8 @@ from elasticd_daemon.config.load import DEFAULT_FILE, load
 from elasticd_daemon.health.checks import ALL_REDUCE_CHECK, NodeChecks
 from elasticd_daemon.health.monitor import max_gpus_seen
 from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
+from elasticd_daemon.job_dir import JobFiles
+from elasticd_daemon.runners import liveness
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -40,13 +42,24 @@ def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: b
     checks = NodeChecks(settings, environ, lambda: None)
     try:
         results = [
-            *checks.run(True, max_gpus_seen(settings)),
+            *checks.run(not runs_jobs(settings.state_dir), max_gpus_seen(settings)),
             *check_link_protection(agent_is_root(settings.state_dir)),
         ]
         skip = skipped(ALL_REDUCE_CHECK, "jobs may be running here; --all-reduce runs it")
         return [*results, checks.all_reduce() if all_reduce else skip]
     finally:
         checks.close()
+
+
+def runs_jobs(state_dir: Path) -> bool:
+    """True while the agent has jobs here, or if that cannot be seen: what they use is not the node's fault."""
+    try:
+        runs = list((state_dir / "runners").iterdir())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return any(liveness.has_processes(JobFiles(state_dir / "jobs" / run.name)) for run in runs)
 
 
 def agent_is_root(state_dir: Path) -> bool:

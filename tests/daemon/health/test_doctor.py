@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_daemon.cli.doctor import agent_is_root, check_link_protection
+from elasticd_daemon.cli.doctor import agent_is_root, check_link_protection, runs_jobs
+from elasticd_daemon.job_dir import job_files
+from elasticd_daemon.runners import liveness
 from tests.daemon.health.conftest import Node
 
 
@@ -71,6 +73,18 @@ def test_link_protection(tmp_path: Path, value: str | None, root: bool, outcome:
         for name in ("protected_hardlinks", "protected_symlinks"):
             (tmp_path / name).write_text(f"{value}\n")
     assert [one.outcome for one in check_link_protection(root, tmp_path)] == [outcome] * 2
+
+
+def test_memory_of_running_jobs_is_not_the_nodes_fault(tmp_path: Path) -> None:
+    """Also of a run whose runner is gone, as long as one of its processes is there."""
+    assert not runs_jobs(tmp_path)
+    files = job_files(tmp_path, "llm", 7)
+    files.agent_folder.mkdir(parents=True)
+    assert not runs_jobs(tmp_path)
+    lock = liveness.take_lock(files.lock)
+    assert runs_jobs(tmp_path)
+    os.close(lock)
+    assert not runs_jobs(tmp_path)
 
 
 def test_agent_of_another_user_than_the_operators(tmp_path: Path) -> None:
