@@ -21,6 +21,7 @@ from tests.faults.job import Job
 POD = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}, "metadata": {}, "spec": {"nodeName": "gpu-7"}}
 NODE = {"spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}}
 PODS, NODES = "/api/v1/namespaces/ml/pods/pod-3", "/api/v1/nodes/gpu-7"
+UNREACHABLE = "node.kubernetes.io/unreachable"
 TAINTED = {"spec": {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}}
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
 META, GCP = "/latest/meta-data", "/computeMetadata/v1/instance"
@@ -143,6 +144,25 @@ def test_quiet_service_has_no_notice(
 @pytest.mark.parametrize("answers", [{NODES: "{}"}, {}], ids=["refused", "gone"])
 def test_node_that_cannot_be_read_is_left_out(serve: Serve, answers: Mapping[str, str]) -> None:
     assert preemption.kubernetes_notice(serve({PODS: json.dumps(POD), **answers})) == ""
+
+
+@pytest.mark.parametrize(
+    ("toleration", "notice"),
+    [
+        ({"key": UNREACHABLE, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}, ""),
+        ({"operator": "Exists"}, ""),
+        ({"key": UNREACHABLE, "effect": "NoExecute"}, ""),
+        ({"key": UNREACHABLE, "value": "yes"}, UNREACHABLE),
+        ({"key": UNREACHABLE, "operator": "Exists", "effect": "NoSchedule"}, UNREACHABLE),
+        ({"key": "nvidia.com/gpu", "operator": "Exists"}, UNREACHABLE),
+    ],
+)
+def test_taint_that_the_pod_tolerates_is_no_notice(serve: Serve, toleration: dict[str, object], notice: str) -> None:
+    """Kubernetes adds the first one to every pod: a kubelet that is restarted must end no job."""
+    pod = {**POD, "spec": {"nodeName": "gpu-7", "tolerations": [toleration]}}
+    node = {"spec": {"taints": [{"key": UNREACHABLE, "effect": "NoExecute"}]}}
+    assert notice in (found := preemption.kubernetes_notice(serve({PODS: json.dumps(pod), NODES: json.dumps(node)})))
+    assert bool(found) == bool(notice)
 
 
 def test_service_that_is_away_is_reported_once(serve: Serve) -> None:

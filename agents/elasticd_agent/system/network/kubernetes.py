@@ -31,9 +31,11 @@ def patch(base: str, path: str, change: Mapping[str, Any]) -> dict[str, Any]:
     return _request_object(base, path, "PATCH", json.dumps(change).encode())
 
 
-def find_taint(node: Mapping[str, Any], patterns: Sequence[str]) -> str:
-    """The first taint of the node that one of the patterns names; "" if there is none."""
+def find_taint(node: Mapping[str, Any], patterns: Sequence[str], tolerations: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The first taint of the node that one of the patterns names and nothing tolerates; "" if there is none."""
     for taint in node.get("spec", {}).get("taints", []):
+        if any(_tolerates(toleration, taint) for toleration in tolerations):
+            continue
         if any(_taint_matches(taint["key"], taint["effect"], pattern) for pattern in patterns):
             return f"{taint['key']}:{taint['effect']}"
     return ""
@@ -51,6 +53,14 @@ def find_true_condition(node: Mapping[str, Any], patterns: Sequence[str]) -> str
 def _taint_matches(key: str, effect: str, pattern: str) -> bool:
     key_pattern, _, effect_pattern = pattern.partition(":")
     return fnmatchcase(key, key_pattern) and effect_pattern in ("", effect)
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    """As Kubernetes does: no key is every key, no effect every effect."""
+    fits = all(toleration.get(name) in (None, "", taint[name]) for name in ("key", "effect"))
+    return fits and (
+        toleration.get("operator") == "Exists" or (toleration.get("value") or "") == (taint.get("value") or "")
+    )
 
 
 def http_request(

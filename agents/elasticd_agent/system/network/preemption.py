@@ -26,10 +26,14 @@ from elasticd_agent.system.network.kubernetes import TIMEOUT_S, http_request
 POLL_S = 2.0
 """A spot VM of GCP has 30 s from the notice."""
 PREEMPTION_TAINTS = (
-    *("*:NoExecute", "ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "node.kubernetes.io/out-of-service"),
+    *("ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "node.kubernetes.io/out-of-service"),
     *("aws-node-termination-handler/spot-itn", "cloud.google.com/impending-node-termination"),
 )
 """Taints of a node that is about to go."""
+EVICTING_TAINTS = ("*:NoExecute",)
+"""Taints that end the pods that do not tolerate them. Every pod tolerates a node that is unreachable, for five minutes
+as a rule, since most come back.
+"""
 _AZURE_END_EVENTS = ("Preempt", "Terminate", "Redeploy")
 
 NoticeQuery = Callable[[str], str]
@@ -74,7 +78,9 @@ def kubernetes_notice(base: str) -> str:
     name, node = told["spec"].get("nodeName", ""), {}
     with suppress(urllib.error.HTTPError, ValueError):  # this account may not read nodes, or there is no such node now
         node = kubernetes_api.get(base, f"/api/v1/nodes/{name}")
-    taint = kubernetes_api.find_taint(node, PREEMPTION_TAINTS)
+    taint = kubernetes_api.find_taint(node, PREEMPTION_TAINTS) or kubernetes_api.find_taint(
+        node, EVICTING_TAINTS, told["spec"].get("tolerations", [])
+    )
     return f"node {name} has the taint {taint}" if taint else ""
 
 
