@@ -25,13 +25,14 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from elasticd.errors import UsageError
+from elasticd.errors import StoreUnavailable, UsageError
 from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.notice_options import parse_notice_service
@@ -42,6 +43,7 @@ from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.open import open_store
 from elasticd_agent.system import installation
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.network.addresses import format_endpoint, local_address
 from elasticd_agent.system.network.http_auth import TokenAuth
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
@@ -82,6 +84,8 @@ REPLACEMENT_CHECK_TIMEOUT_S = 20.0
 """The main loop waits for it, and systemd's watchdog may be as short as 30 s (deploy/systemd)."""
 MAX_HEALTHY_LAG_S = 30.0
 """A main loop that has not run for this long is stuck; its own timers are far shorter."""
+ADDRESS_TIMEOUT_S, ADDRESS_RETRY_S = 2.0, 5.0
+"""A name server that does not answer takes minutes, longer than runners wait for an agent."""
 GC_THRESHOLDS = (20_000, 20, 20)
 """The store's records have no cycles: with Python's own thresholds lists of 10,000 jobs take twice the time."""
 _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
@@ -155,9 +159,13 @@ def _run_agent(
     stack.callback(serving.close)
     cleaner = DiskCleaner(state, loop.jobs_with_files_in_use, lambda: float(loop.settings.keep_ended_s), journal.log)
     stack.callback(cleaner.close)
-    address = _advertised_address(settings, rendezvous, serving.address)
-    serving.token_auth.address = address
-    loop.set_address(address)
+
+    def use(address: str) -> None:
+        serving.token_auth.address = address
+        loop.set_address(address)
+        inbox.put(Wakeup())
+
+    _find_address(lambda: _advertised_address(settings, rendezvous, serving.address), use, journal.warn)
     return _run_loop(loop, parts, code)
 
 
@@ -317,8 +325,25 @@ def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> Monitor
     return MonitoringPages(page, status, healthy, ready=lambda: HealthProbeResult(*loop.readiness()))
 
 
+def _find_address(find: Callable[[], str], use: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Use what `find` returns; while the store's name is unknown in a thread, since the jobs here need an agent."""
+    try:
+        return use(run_within(ADDRESS_TIMEOUT_S, find))
+    except (StoreUnavailable, DeadlineExceeded) as error:
+        why = str(error) or f"no name of the store was resolved within {ADDRESS_TIMEOUT_S:g} s"
+        warn(f"{why}; until then other nodes cannot ask this one")
+
+    def retry() -> None:
+        while True:
+            time.sleep(ADDRESS_RETRY_S)
+            with contextlib.suppress(StoreUnavailable, UsageError):
+                return use(find())
+
+    threading.Thread(target=retry, name="elasticd-address", daemon=True).start()
+
+
 def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int]) -> str:
-    """HOST:PORT of this agent for other nodes."""
+    """HOST:PORT of this agent for other nodes. Raises StoreUnavailable while no name of the store is known."""
     host, port = bound_to
     if host in ("0.0.0.0", "::"):
         endpoints = rendezvous.endpoints

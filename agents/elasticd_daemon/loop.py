@@ -117,6 +117,7 @@ class NodeLoop:
         self._job_failures = JobFailures(parts.initial_status.node)
         self._outcomes = RunOutcomes()
         self._cluster_view = ClusterView()
+        self._address = ""
         self._draining = ""
         self._signalled_to_drain = False
         self._store_unavailable_since: float | None = None
@@ -190,8 +191,8 @@ class NodeLoop:
         return {*self.jobs(), *((s.job, s.number) for s in self._cluster_view.unfinished())}
 
     def set_address(self, address: str) -> None:
-        """HOST:PORT of the agent's HTTP server; to be called before `run`."""
-        self.status = replace(self.status, address=address)
+        """HOST:PORT of the agent's HTTP server; it counts from the next turn on."""
+        self._address = address
 
     def lag_s(self) -> float:
         """The delay of the next turn."""
@@ -387,6 +388,7 @@ class NodeLoop:
         before = self.status
         self.status = replace(
             before,
+            address=self._address,
             state=state,
             why=why,
             runners=runners,

@@ -58,6 +58,7 @@ class NodeStatusPublisher:
     def publish(self, status: NodeStatus, now: float) -> RegisteredAnew:
         """Have `status` in the store. Raises NodeNameConflict."""
         alive = self.key.renew(now)
+        self._known_node_written &= status.address == self._status.address
         if alive and (status == self._status or self.key.replace(status.to_json())):
             self._status = status
             self._write_known_node()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from elasticd.errors import StoreUnavailable
 from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_daemon import agent
 from elasticd_daemon import keys as names
 from elasticd_daemon.loop import NAME_CONFLICT_MARGIN_S
 from elasticd_daemon.runners import liveness as alive
@@ -60,6 +64,45 @@ def test_agent_started_without_standard_streams(node: MakeNode) -> None:
     assert [os.readlink(f"/proc/{n1.pid}/fd/{fd}") for fd in range(3)] == ["/dev/null"] * 3
     n1.upgrade()
     assert n1.drain() == 0
+
+
+def test_agent_starts_while_the_names_of_etcd_are_unknown(node: MakeNode) -> None:
+    """Else the jobs that run there would leave: an agent that was upgraded or crashed in that time would not come."""
+    etcd = {"backend": "etcd", "endpoints": ["etcd.invalid:2379"]}
+    n1 = node(store=etcd, http={"bind": "0.0.0.0", "port": 0})
+    n1.start(wait=False)
+    n1.wait_for_log("until then other nodes cannot ask this one")
+    n1.wait_for_log("running jobs continue without the store")
+    assert n1.drain() == 0
+
+
+def test_address_is_used_once_a_name_of_the_store_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "ADDRESS_RETRY_S", 0.01)
+    answers: list[object] = [StoreUnavailable("etcd:2379 cannot be resolved")] * 3 + ["10.0.0.1:9411"]
+    used: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def find() -> str:
+        if isinstance(answer := answers.pop(0), StoreUnavailable):
+            raise answer
+        return str(answer)
+
+    said: list[str] = []
+    agent._find_address(find, used.put, said.append)
+    assert used.get(timeout=30) == "10.0.0.1:9411"
+    assert said == ["etcd:2379 cannot be resolved; until then other nodes cannot ask this one"]
+
+
+def test_name_server_that_does_not_answer_does_not_keep_an_agent_from_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent, "ADDRESS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(agent, "ADDRESS_RETRY_S", 0.01)
+    answers, used = threading.Event(), queue.SimpleQueue[str]()
+    said: list[str] = []
+    agent._find_address(lambda: "10.0.0.1:9411" * answers.wait(30), used.put, said.append)
+    assert said == ["no name of the store was resolved within 0.05 s; until then other nodes cannot ask this one"]
+    answers.set()
+    assert used.get(timeout=30) == "10.0.0.1:9411"
 
 
 @pytest.mark.system
