@@ -26,6 +26,7 @@ TAINTED = {"spec": {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSc
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
 META, GCP = "/latest/meta-data", "/computeMetadata/v1/instance"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+VM_NAME = "/metadata/instance/compute/name?api-version=2020-09-01&format=text"
 QUIET = {
     "aws": {"/latest/api/token": "t"},
     "gcp": {f"{GCP}/preempted": "FALSE", f"{GCP}/maintenance-event": "NONE"},
@@ -51,6 +52,11 @@ NOTICES = [
         "azure",
         {EVENTS: '{"Events": [{"EventType": "Preempt", "NotBefore": "noon"}]}'},
         "Preempt of this VM, not before noon",
+    ),
+    (
+        "azure",
+        {EVENTS: '{"Events": [{"EventType": "Preempt", "Resources": ["gpu_2", "gpu_3"]}]}', VM_NAME: "GPU_3"},
+        "Preempt of this VM, not before now",
     ),
     ("kubernetes", {PODS: json.dumps({**POD, "status": {"conditions": [DISRUPTED]}})}, "EvictionByEvictionAPI"),
     ("kubernetes", {PODS: json.dumps({**POD, "metadata": {"deletionTimestamp": "x"}})}, "deletes pod pod-3"),
@@ -139,6 +145,14 @@ def test_quiet_service_has_no_notice(
     assert preemption.NOTICE_QUERIES[service](serve(QUIET[service])) == ""
     name, value = HEADERS[service]
     assert all(headers.get(name.lower()) == value for _, headers in asked[1:])
+
+
+def test_end_of_another_vm_of_the_scale_set_is_no_notice(serve: Serve) -> None:
+    events = '{"Events": [{"EventType": "Preempt", "Resources": ["gpu_2"]}, {"EventType": "Terminate"}]}'
+    only = '{"Events": [{"EventType": "Preempt", "Resources": ["gpu_2"]}]}'
+    assert preemption.azure_notice(serve({EVENTS: only, VM_NAME: "gpu_3"})) == ""
+    assert "Terminate of this VM" in preemption.azure_notice(serve({EVENTS: events, VM_NAME: "gpu_3"}))
+    assert "Preempt of this VM" in preemption.azure_notice(serve({EVENTS: only})), "its name is not known"
 
 
 @pytest.mark.parametrize("answers", [{NODES: "{}"}, {}], ids=["refused", "gone"])

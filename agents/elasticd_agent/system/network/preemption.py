@@ -59,9 +59,17 @@ def gcp_notice(base: str) -> str:
 
 
 def azure_notice(base: str) -> str:
-    text = http_request(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
-    for event in json.loads(text or b"{}").get("Events", []):
-        if event["EventType"] in _AZURE_END_EVENTS:
+    """Every VM of a scale set or an availability set is told of the events of all of them."""
+    headers = {"Metadata": "true"}
+    text = http_request(f"{base}/metadata/scheduledevents?api-version=2020-07-01", headers)
+    events = [e for e in json.loads(text or b"{}").get("Events", []) if e["EventType"] in _AZURE_END_EVENTS]
+    if not events:
+        return ""
+    name = http_request(f"{base}/metadata/instance/compute/name?api-version=2020-09-01&format=text", headers)
+    own = name.decode().strip().lower()
+    for event in events:
+        named = [vm.lower() for vm in event.get("Resources") or ()]
+        if not own or not named or own in named:
             return f"Azure: {event['EventType']} of this VM, not before {event.get('NotBefore') or 'now'}"
     return ""
 
