@@ -160,6 +160,8 @@ class NodeChecks:
         if not expected and not devices:
             return [skipped(gpu_checks.PRESENCE_CHECK, "this machine has no GPUs")]
         if not find_pynvml():
+            if not devices:  # as without a driver: CPUs would be slots in place of the GPUs
+                return [failed(gpu_checks.PRESENCE_CHECK, gpu_checks.missing_gpus_reason(0, expected))]
             why = f"{expected} GPUs, unchecked: pynvml is not installed (pip install 'elasticd[gpu]')"
             return [skipped(gpu_checks.PRESENCE_CHECK, why)]
         began = time.monotonic()

@@ -76,13 +76,17 @@ def _no_answer_result(trouble: str, expected: int, seconds: float) -> CheckResul
 def _presence_result(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: float) -> CheckResult:
     lost = [f"{describe_gpu(gpu)} does not answer: {gpu['error']}" for gpu in gpus if "error" in gpu]
     if len(gpus) < expected:
-        lost.append(f"{len(gpus)} GPUs found, {expected} expected (health.gpus sets the number)")
+        lost.append(missing_gpus_reason(len(gpus), expected))
     if lost:
         return failed(PRESENCE_CHECK, "; ".join(lost), seconds)
     names = sorted({str(gpu.get("name", "GPU")) for gpu in gpus})
     past = [f"{describe_gpu(gpu)}: last XID {gpu['last_xid']}" for gpu in gpus if gpu.get("last_xid")]
     notes = "; ".join([*past, *(note for bad, note in GPU_NOTES if any(map(bad, gpus)))])
     return passed(PRESENCE_CHECK, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(notes)}{notes}", seconds)
+
+
+def missing_gpus_reason(found: int, expected: int) -> str:
+    return f"{found} GPUs found, {expected} expected (health.gpus sets the number)"
 
 
 def _check_each(check: str, gpus: Sequence[Mapping[str, Any]], find_reason: Any, fine: str) -> CheckResult:

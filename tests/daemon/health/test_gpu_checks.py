@@ -210,3 +210,10 @@ def test_missing_pynvml_names_the_package(node: Node, monkeypatch: pytest.Monkey
     found = node.with_settings(gpus_of_slots=("0",)).run()["gpus"]
     assert found.outcome == "skipped"
     assert "pip install 'elasticd[gpu]'" in found.why
+
+
+def test_machine_that_has_lost_all_gpus_needs_no_pynvml(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a boot without a driver: its CPUs would be slots, and jobs for GPUs would start there."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "pynvml.py").exists()])
+    found = node.run(most_gpus=2)["gpus"]
+    assert (found.outcome, found.why) == ("failed", "0 GPUs found, 2 expected (health.gpus sets the number)")
