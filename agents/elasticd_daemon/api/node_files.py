@@ -128,6 +128,8 @@ class ClusterReader:
         owner = _node_of_rank(current, request)
         candidates = [*owner, *self.candidate_nodes(view, job, current)]
         nodes = [request.node] if request.node else list(dict.fromkeys(candidates))
+        result = view.result(job.job, job.number)
+        last_round = result.rounds[-1].number if result is not None and result.rounds else None
         best: LogChunk | None = None
         problems: dict[str, str] = {}
         until = time.monotonic() + LOG_SEARCH_TIMEOUT_S
@@ -139,8 +141,10 @@ class ClusterReader:
                 continue
             if chunk is not None and (best is None or chunk.round > best.round):
                 best = chunk
-            # A rank may have moved: without a round in the request or a current Round, every node has to be asked.
+            # A rank may have moved: without a round in the request, a current Round or a last one, every node has to be
+            # asked.
             is_sure = request.round is not None or request.stream in rank_logs.NODE_STREAMS or node in owner
+            is_sure |= best is not None and last_round is not None and best.round >= last_round
             if (best is not None and is_sure) or time.monotonic() > until:
                 break
         if best is None:
@@ -148,7 +152,7 @@ class ClusterReader:
         agreed = 0 if current is None else current.number
         newest = max(best.newest, agreed, *rank_logs.rounds_with_logs(self._files(job))[-1:], 0)
         # The workers of a cancelled job end after the job.
-        is_final = view.result(job.job, job.number) is not None and not views.runners_of(view, job.job, job.number)
+        is_final = result is not None and not views.runners_of(view, job.job, job.number)
         return replace(best, newest=newest, is_final=is_final)
 
     def _read_log_of(self, node: str, view: ClusterView, job: Submission, request: LogRequest) -> LogChunk | None:

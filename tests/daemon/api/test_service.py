@@ -23,13 +23,15 @@ from elasticd_agent.system.network.http_auth import AGENT_AUTH_SCHEME
 from elasticd_agent.telemetry.console import Level, QuietConsole
 from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_daemon import keys as names
-from elasticd_daemon.api.client import AgentClient, Unreachable
-from elasticd_daemon.api.local import READ_TIMEOUT_S
+from elasticd_daemon.api.client import AgentClient, Reply, Unreachable
+from elasticd_daemon.api.local import READ_TIMEOUT_S, LocalJobs
+from elasticd_daemon.api.node_files import ClusterReader
 from elasticd_daemon.api.peers import Peers
-from elasticd_daemon.api.rank_logs import MAX_CHUNK_BYTES
+from elasticd_daemon.api.rank_logs import MAX_CHUNK_BYTES, LogRequest
+from elasticd_daemon.api.schema import LogChunk
 from elasticd_daemon.api.service import Conflict, JobService
 from elasticd_daemon.journal import AgentJournal
-from elasticd_daemon.records import JobResult, NodeStatus, RoundSummary, RunnerStatus
+from elasticd_daemon.records import ClusterView, JobResult, NodeStatus, RoundSummary, RunnerStatus, Submission
 from elasticd_daemon.scheduler.job_queue import read_view
 from elasticd_daemon.scheduler.policy import BEHIND_OTHERS_REASON
 from tests.daemon.served import JOB, Outage, Served
@@ -696,6 +698,28 @@ def test_nodes_beyond_the_limit_are_reported_as_not_asked() -> None:
     assert len(said) == 300
     assert said["n255"] == "its agent has no address for other nodes"
     assert said["n256"] == said["n299"] == "not asked: at most 256 nodes are"
+
+
+def test_only_the_node_of_the_last_round_is_asked_for_a_log_of_an_ended_job(tmp_path: Path) -> None:
+    """In a large cluster a page would wait longer for the others than it may."""
+    asked: list[str] = []
+
+    class CountedPeers(Peers):
+        def request(self, address: str, *_: object) -> Reply:
+            asked.append(address)
+            return Reply(200, chunk.data, headers) if address == "n7" else Reply(404, b"{}")
+
+    chunk = LogChunk(b"boom", "n7", 2, 0, 4, 4)
+    headers = {name.lower(): value for name, value in chunk.headers()}
+    rounds = (RoundSummary(1, 2, "first"), RoundSummary(2, 2, "restart"))
+    view = ClusterView(
+        nodes=tuple(NodeStatus(f"n{number}", "i", 1, f"n{number}") for number in range(1, 40)),
+        results=(JobResult("llama", 1, "failed", 1, "rank 0 exited with code 1", nodes=("n7",), rounds=rounds),),
+    )
+    reader = ClusterReader(LocalJobs("n1", tmp_path), CountedPeers(lambda: None))
+    job = Submission("llama", 1, "{}", 1, 1, 1, 1)
+    found = reader.read_log(view, job, None, LogRequest(stream="stderr"))
+    assert (found.data, found.round, asked) == (b"boom", 2, ["n7"])
 
 
 def test_unreachable_node_is_named_and_the_others_shown(serve: Serve) -> None:
