@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.daemon.conftest import MakeNode
-from tests.daemon.node import AgentNode, lives, until
+from tests.daemon.node import COLD, AgentNode, lives, until
 from tests.faults.job import Event
 
 
@@ -72,6 +72,22 @@ def test_drain_of_one_of_two_nodes_loses_no_step(nodes: MakeNode) -> None:
     assert stayer.drain() == 0
     assert leaver.drain() == 0
     assert_none_lost("both", n1, n1, n2)
+
+
+@pytest.mark.system
+def test_agent_that_is_replaced_while_a_job_leaves_lets_it_finish(node: MakeNode) -> None:
+    """A second SIGTERM would be one to kill: the steps since the last save would be lost."""
+    n1 = node()
+    n1.job("one", "plain.py", COLD, "slow", workers=1)
+    n1.start()
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
+    assert n1.unix().post("/v1/nodes/n1/drain").code == 200
+    n1.wait_for_log("stopping its runner")
+    n1.upgrade()
+    assert n1.wait_for_exit("one").outcome == "left"
+    assert (n1.work / "got-0").read_text() == "SIGTERM", n1.diagnostics()
+    assert "twice" not in n1.files("one").runner_log.read_text()
+    assert n1.drain() == 0
 
 
 def both_in(*nodes: AgentNode) -> list[Event]:

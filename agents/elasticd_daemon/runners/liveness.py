@@ -101,6 +101,13 @@ def read_stop_reason(lock: int) -> str:
     return ""
 
 
+def requested_stop(path: Path) -> str:
+    """The reason why an agent has asked the owner of this lock to end; "" if none has."""
+    with contextlib.suppress(OSError), open(open_plain(path, os.O_RDONLY), "rb") as file:
+        return read_stop_reason(file.fileno())
+    return ""
+
+
 def _write(path: Path, data: bytes, offset: int) -> None:
     fd = open_plain(path, os.O_WRONLY)
     try:

@@ -190,6 +190,9 @@ class RunnerManager:
                 runner.keeper = liveness.lock_owner(files.keeper_lock)
                 self._runners[runner.key] = runner
                 self._open_pidfd(runner)
+                if why := liveness.requested_stop(files.lock):  # once more, SIGTERM would kill its workers at once
+                    runner.stop_requested, runner.state, runner.why = True, "leaving", why
+                    runner.leave_deadline = time.monotonic() + max(spec.drain_timeout_s, MIN_SIGTERM_INTERVAL_S)
                 who = f"pid {runner.process.pid}" if runner.process is not None else "pid unknown yet"
                 self._log(f"job {spec.job}: adopted its runner ({who})")
             else:

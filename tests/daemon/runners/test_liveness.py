@@ -367,6 +367,23 @@ def test_runner_that_names_itself_before_its_agent_names_the_keeper(
             assert alive.lock_owner(job_files(tmp_path, "j", 1).lock).pid == runner.pid
 
 
+def test_runner_that_leaves_already_is_not_asked_again_by_the_next_agent(tmp_path: Path) -> None:
+    """A second SIGTERM is one to kill."""
+    files = made(tmp_path, "j")
+    replace_file(files.runner_spec, RunnerSpec("j", 1, "n1", (0,), "{}").to_json())
+    lock = alive.take_lock(files.lock)
+    with subprocess.Popen(["sleep", "60"]) as runner, closing(RunnerManager(tmp_path, lambda: None, print)) as runners:
+        alive.write_owner(files.lock, runner.pid)
+        alive.write_stop_reason(files.lock, "drained: fan 3")
+        assert runners.adopt() == []
+        assert [(one.state, one.why) for one in runners.alive()] == [("leaving", "drained: fan 3")]
+        assert not runners.request_stop("j", 1, "drained: fan 3", 60.0)
+        with pytest.raises(subprocess.TimeoutExpired):
+            runner.wait(0.3)
+        runner.kill()
+    os.close(lock)
+
+
 @needs_root
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
 def test_runner_log_is_opened_as_the_jobs_user(open_state: Path, link: Callable[[Path, Path], None]) -> None:
