@@ -118,6 +118,7 @@ class NodeLoop:
         self._outcomes = RunOutcomes()
         self._cluster_view = ClusterView()
         self._address = ""
+        self._adopted = 0
         self._draining = ""
         self._signalled_to_drain = False
         self._store_unavailable_since: float | None = None
@@ -203,7 +204,8 @@ class NodeLoop:
         for end in self._parts.runners.adopt():
             if end.exit is not None and end.exit.outcome != "left":
                 self._outcomes.add(end, 0.0, time.monotonic())
-        return len(self._parts.runners.alive())
+        self._adopted = len(self._parts.runners.alive())
+        return self._adopted
 
     def run(self) -> MustReplace:
         """Take turns until the process must end or replace itself."""
@@ -331,7 +333,8 @@ class NodeLoop:
                 self._reported_name_conflict = str(error)
                 self._parts.journal.warn(f"{error}; running jobs continue")
         except (StoreRefused, WireError) as error:
-            if not self._registered and isinstance(error, StoreRefused):
+            # An agent that has come back to its jobs stays: without it they would leave.
+            if isinstance(error, StoreRefused) and not self._registered and not self._adopted:
                 raise
             self._on_store_unavailable(str(error), now)
 

@@ -116,6 +116,24 @@ def test_second_agent_with_the_same_name_is_refused(nodes: MakeNode) -> None:
 
 
 @pytest.mark.system
+def test_agent_whose_jobs_run_starts_although_the_store_refuses_it(nodes: MakeNode, etcd: EtcdServers) -> None:
+    """Without jobs it ends at once, and is not started again: its configuration is wrong, as a rule."""
+    n1 = nodes("n1", drain_timeout="3s")
+    sleeping(n1)
+    n1.start()
+    workers = ready(n1)
+    n1.kill()
+    etcd.ask_for_passwords("elasticd", "secret", "/elasticd/v1/")
+    n1.start(wait=False)
+    n1.wait_for_log("running jobs continue without the store: etcd at 127.0.0.1")
+    n1.wait_for_log("adopted its runner")
+    assert n1.drain() == 0
+    assert not any(map(lives, workers))
+    n1.start(wait=False)
+    assert n1.wait() == 2
+
+
+@pytest.mark.system
 def test_own_dead_agent_has_the_name_while_the_store_is_away(nodes: MakeNode, etcd: EtcdServers) -> None:
     """Without node.json an agent cannot know its record; a store that comes back gives every lease its full time."""
     n1 = nodes("n1", lease="2s").start()
