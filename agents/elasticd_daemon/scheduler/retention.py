@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elasticd.errors import WireError
 from elasticd_agent.model.keys import Keys, decode_record
-from elasticd_agent.model.records import Round
+from elasticd_agent.model.records import Round, is_later_run
 from elasticd_agent.store import Lease, Store, Versioned
 from elasticd_daemon import keys as names
 from elasticd_daemon.job_dir import JobFiles
@@ -166,7 +166,7 @@ def _remove_under_lease(store: Store, result: JobResult, lease: Lease) -> bool:
 
 
 def _remove_rendezvous_keys(store: Store, result: JobResult, lease: Lease) -> bool:
-    """The keys of the job's own rendezvous, unless an `elasticd run` uses its name."""
+    """The keys of the job's own rendezvous, also of its runs before, unless an `elasticd run` uses its name."""
     keys = Keys(result.job)
     entry = store.read(keys.round)
     if entry is not None:
@@ -174,7 +174,8 @@ def _remove_rendezvous_keys(store: Store, result: JobResult, lease: Lease) -> bo
             last = decode_record(Round, keys.round, entry.value)
         except WireError:
             return True
-        if last.run != str(result.number) or store.list(keys.nodes):
+        run = str(result.number)
+        if not (last.run == run or is_later_run(run, last.run)) or store.list(keys.nodes):
             return True
     for key in store.list(keys.spec.removesuffix("spec")):
         store.delete(key)

@@ -177,6 +177,16 @@ def test_expired_job_that_never_ran() -> None:
     assert not over.left()
 
 
+def test_expired_job_whose_last_run_never_began() -> None:
+    """The keys are those of a run before it, whose own result is gone."""
+    over = Queue(retention_s=10.0)
+    over.run("again")
+    queue.submit(over.memory, Submission("again", 0, "{}", 9, 9, 1, 1, token="second"))
+    queue.cancel(over.memory, "again", "", 0.0)
+    over.turns(17 + REREAD_S)
+    assert not over.left()
+
+
 def test_records_that_cannot_be_removed() -> None:
     """They cost few requests and block no other job."""
     over = Queue(retention_s=10.0)
