@@ -41,6 +41,10 @@ class Unreachable(ElasticdError):
     """No valid answer in time. The text says why, and from where."""
 
 
+class AnswerLost(Unreachable):
+    """The agent was reached, and may have done what was asked."""
+
+
 class RequestFailed(ElasticdError):
     """The agent refused; the text is its sentence."""
 
@@ -125,7 +129,7 @@ class AgentClient:
         content_type: str = "",
         within_s: float = 30.0,
     ) -> Reply:
-        """Raises Unreachable. `query` values that are None are left out."""
+        """Raises Unreachable, AnswerLost once it is connected. `query` values that are None are left out."""
         given = {name: str(value) for name, value in (query or {}).items() if value is not None}
         target = path + (f"?{urlencode(given, quote_via=quote)}" if given else "")
         headers = {"Connection": "close"}
@@ -135,9 +139,11 @@ class AgentClient:
             headers["Content-Type"] = content_type
         until = time.monotonic() + within_s
         connection = _Connection(self, within_s)
+        failure = Unreachable
         try:
             with contextlib.closing(connection):
                 connection.connect()
+                failure = AnswerLost
                 with contextlib.suppress(BrokenPipeError):  # it answered before it had read everything
                     connection.request(method, target, body=body or None, headers=headers)
                 sock = connection.sock  # http.client drops it once it has the head
@@ -147,7 +153,7 @@ class AgentClient:
                 headers = {name.lower(): value for name, value in answer.getheaders()}
                 return Reply(answer.status, data, headers, self.max_json_values)
         except TimeoutError:
-            raise Unreachable(f"the agent at {self} did not answer within {within_s:.0f} s") from None
+            raise failure(f"the agent at {self} did not answer within {within_s:.0f} s") from None
         except ssl.SSLCertVerificationError as error:
             advice = "--ca FILE names the authority that signed it"
             if error.verify_code in _NAME_MISMATCH_CODES:
@@ -158,9 +164,9 @@ class AgentClient:
             raise Unreachable(f"{self}: no TLS: {error.reason or error}; it may use http://") from None
         except (http.client.HTTPException, ValueError) as error:
             tls = "" if self.tls is not None or self.socket is not None else "; it may use https://"
-            raise Unreachable(f"{self} does not answer as an agent: {type(error).__name__}{tls}") from None
+            raise failure(f"{self} does not answer as an agent: {type(error).__name__}{tls}") from None
         except OSError as error:
-            raise Unreachable(f"no agent answers at {self}: {error.strerror or error}{self._advice(error)}") from None
+            raise failure(f"no agent answers at {self}: {error.strerror or error}{self._advice(error)}") from None
 
     def _advice(self, error: OSError) -> str:
         if self.socket is None:
@@ -209,7 +215,7 @@ def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: flo
         if size > max_bytes:
             raise Unreachable(f"the answer exceeds {max_bytes >> 20} MiB")
     if answer.length:  # read1 does not report an answer that ends early
-        raise Unreachable("the answer was truncated")
+        raise AnswerLost("the answer was truncated")
     return b"".join(parts)
 
 

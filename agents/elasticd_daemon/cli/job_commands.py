@@ -33,6 +33,7 @@ from elasticd_agent.model.job import strip_interpreter
 from elasticd_agent.model.phrases import is_are, visible
 from elasticd_daemon.api.client import (
     AgentClient,
+    AnswerLost,
     Reply,
     RequestFailed,
     Unreachable,
@@ -52,6 +53,8 @@ POLL_S = 0.5
 _MAX_JOB_FILE_BYTES = 64 * 1024
 _CONTENT_TYPES = {"toml": "application/toml", "json": "application/json"}
 _SUBMIT_TRIES = 3
+_UPGRADE_S = 5.0
+"""An agent that is upgraded cuts its connections, and accepts none until it runs again."""
 _FAILED_RANK_LINES = 40
 _JOB_OPTIONS = ("module", "no_python", "python", "env", "nodes", "workers", "checkpoint_dir", "priority", "node_labels")
 """Keys of a job file that have an option, for a command without a file."""
@@ -130,11 +133,12 @@ def _check_is_script(command: Sequence[str]) -> None:
 def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, data: bytes, kind: str) -> int:
     # The same token at every try: a job that was submitted although the answer got lost is found, not run twice.
     query = {"id": options.id, "token": secrets.token_hex(16)}
-    reply = client.post("/v1/jobs", data, kind, query=query)
+    send = partial(client.post, "/v1/jobs", data, kind, query=query)
+    reply = _until_answered(send)
     for _ in range(_SUBMIT_TRIES - 1):
         if reply.code == 503:
             time.sleep(POLL_S)
-            reply = client.post("/v1/jobs", data, kind, query=query)
+            reply = _until_answered(send)
     made = _result_or_usage_error(reply, path)
     shown = _print_answer(options, made, lambda made: f"{made['job']}\n")
     if not options.follow:
@@ -149,6 +153,21 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
     end = ": ".join(visible(word) for word in (job, ended.state, ended.reason))
     print(f"elasticd submit: {end}", file=sys.stderr)
     return 0 if ended.state == "succeeded" else 1
+
+
+def _until_answered(send: Callable[[], Reply]) -> Reply:
+    """Send again for a while where the agent got a job and its answer is lost. Raises Unreachable."""
+    until, is_lost = time.monotonic() + _UPGRADE_S, False
+    while True:
+        try:
+            return send()
+        except Unreachable as error:
+            is_lost = is_lost or isinstance(error, AnswerLost)
+            if not is_lost:
+                raise
+            if time.monotonic() >= until:
+                raise Unreachable(f"{error}; the job may have been submitted: see elasticd jobs") from None
+        time.sleep(POLL_S)
 
 
 def _result_or_usage_error(reply: Reply, path: Path) -> Answer:

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -290,6 +292,30 @@ def test_job_file_on_standard_input(served: Served) -> None:
     with started(served, "submit", "-", "--id", "piped", stdin=subprocess.PIPE) as process:
         out, err = process.communicate(JOB.decode(), timeout=30)
     assert (process.returncode, out, err) == (0, "piped\n", "")
+
+
+def test_job_whose_answer_is_lost_is_submitted_once(served: Served) -> None:
+    """An agent that is upgraded cuts its connections."""
+
+    def relay() -> None:
+        for is_cut in (True, False):
+            with listener.accept()[0] as caller, socket.socket(socket.AF_UNIX) as agent:
+                agent.connect(str(served.socket))
+                data = b""
+                while not data.endswith(JOB):
+                    data += caller.recv(1 << 16)
+                agent.sendall(data)
+                answer = b"".join(iter(lambda: agent.recv(1 << 16), b""))
+                if not is_cut:
+                    caller.sendall(answer)
+
+    (served.root / "job.toml").write_bytes(JOB)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=relay, daemon=True)
+        thread.start()
+        done = elasticd("submit", str(served.root / "job.toml"), of=f"http://127.0.0.1:{listener.getsockname()[1]}")
+    (submitted,) = [each.job for each in read_view(served.store).submissions if each.job != "llama"]
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{submitted}\n", "")
 
 
 def test_command_without_a_file(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
