@@ -165,7 +165,11 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     all_reduce: Annotated[
         bool, "Test a short all-reduce among the slots before the node is registered.", RELOADABLE
     ] = True
-    strikes: Annotated[Positive, "The node is quarantined after this many consecutive failures.", RELOADABLE] = 2
+    strikes: Annotated[
+        Positive,
+        "A check counts once it failed so often among twice as many runs: the node is quarantined.",
+        RELOADABLE,
+    ] = 2
     cooloff_s: Annotated[Seconds, "Duration of the first quarantine; it doubles each time.", RELOADABLE] = Seconds(60)
     cooloff_max_s: Annotated[Seconds, "Longest quarantine.", RELOADABLE] = Seconds(3600)
 
