@@ -274,7 +274,7 @@ def has_enough_slots(record: NodeRecord, view: View, avoided: AvoidedSlots) -> b
 
 
 def _fewest_workers(record: NodeRecord, view: View) -> int:
-    """Of this node, by its own command line."""
+    """The fewest workers of this node, by its own command line."""
     return min(record.min_workers or view.requirements.min_workers, len(record.slots))
 
 

@@ -15,7 +15,7 @@ from elasticd_daemon.health.result import CheckResult, directory_full, failed, p
 
 MIN_FREE_INODES = 1000
 """A round of a job makes a few dozen files. File systems without inodes report 0 of 0."""
-MAX_JOB_TIMEOUT_S = 0.5
+LARGEST_JOB_TIMEOUT_S = 0.5
 """The time to find the job that has most of a full state directory: the check must end in time."""
 TEST_DATA = b"\0" * 4096
 """One page, synced: a full file system may still accept data that fits into the inode."""
@@ -57,9 +57,9 @@ def check_directory(check: str, directory: str, free_min_bytes: float, may_be_mi
 
 def describe_largest_job(directory: str) -> str:
     """Which job has most of the agent's state directory, and its user; "" of another directory. It takes at most
-    MAX_JOB_TIMEOUT_S.
+    LARGEST_JOB_TIMEOUT_S.
     """
-    until = time.monotonic() + MAX_JOB_TIMEOUT_S
+    until = time.monotonic() + LARGEST_JOB_TIMEOUT_S
     most, which = 0, ""
     try:
         with os.scandir(os.path.join(directory, "jobs")) as jobs:

@@ -59,7 +59,7 @@ def gcp_notice(base: str) -> str:
 
 
 def azure_notice(base: str) -> str:
-    """Every VM of a scale set or an availability set is told of the events of all of them."""
+    """Azure's notice: every VM of a scale set or an availability set hears of the events of all of them."""
     headers = {"Metadata": "true"}
     text = http_request(f"{base}/metadata/scheduledevents?api-version=2020-07-01", headers)
     events = [e for e in json.loads(text or b"{}").get("Events", []) if e["EventType"] in _AZURE_END_EVENTS]
