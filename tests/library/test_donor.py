@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +143,30 @@ def test_launcher_gets_an_answer_whatever_a_rank_raises(
             assert received == answers
     events, _ = WorkerEventReader(two_ranks.notes).read()
     assert why in events[0].reason
+
+
+def test_rank_that_holds_its_state_answers_whatever_number_its_descriptor_has(
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data sets and loaders keep thousands of files open, which select() cannot take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    connect = channel.connect
+
+    def connect_high(path: str) -> socket.socket:
+        with connect(path) as low:
+            return socket.socket(fileno=fcntl.fcntl(low.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024))
+
+    monkeypatch.setattr(channel, "connect", connect_high)
+    rank, writer = two_ranks.donor(0)
+    with writer, contextlib.closing(rank):
+        rank.begin_commit()
+        rank.commit(4)
+        for stays in (2, 0):
+            channel.send(writer, {"save": 1, "stays": stays})
+            writer.settimeout(10)
+            assert channel.receive(writer) == {"do": "saving"}
+            assert (channel.receive(writer) or {})["held"] == 4
 
 
 @pytest.mark.parametrize(

@@ -438,8 +438,10 @@ class Donor:
 
     def _next_request(self, connection: socket.socket) -> channel.Message | None:
         """None at the end. Meanwhile a state that is held for long is copied."""
+        poller = select.poll()  # select() takes no descriptor above 1,023
+        poller.register(connection, select.POLLIN)
         while self.held is not None and not self._is_copied:
-            if select.select([connection], [], [], self._copy_after_s)[0]:
+            if poller.poll(self._copy_after_s * 1000):
                 break
             with self._lock:
                 self._copy_held()
