@@ -564,6 +564,13 @@ def test_url_and_package_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [object_url.missing_package_reason(each) for each in (copy, tmp_path)] == [None, None]
 
 
+def test_relative_place_of_copies_is_the_same_for_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer works in another directory than the script."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(object_url.CACHE_VARIABLE, "copies")
+    assert resolve("s3://bucket/run") == tmp_path / "copies" / "s3:" / "bucket" / "run"
+
+
 @pytest.mark.parametrize("given", ["s3://", "s3://bucket/../../etc"])
 def test_no_bucket(given: str) -> None:
     with pytest.raises(UsageError, match="names no bucket"):

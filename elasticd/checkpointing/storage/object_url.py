@@ -31,7 +31,7 @@ def resolve(directory: str | os.PathLike[str], root: str = "") -> Path:
     if ".." in path.parts[at:] or len(path.parts) < at + 2:
         raise UsageError(f"{url_of(path)} names no bucket")
     root = root or os.environ.get(CACHE_VARIABLE) or make_own_directory(f"/var/tmp/elasticd-objects-{os.getuid()}")
-    return Path(root, *path.parts[at:])
+    return Path(root, *path.parts[at:]).absolute()
 
 
 def make_own_directory(path: str) -> str:
