@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar
 
 from elasticd import in_place, process_group
@@ -31,6 +32,7 @@ from elasticd.checkpointing.omissions import Omissions
 from elasticd.checkpointing.restore import Resumed
 from elasticd.checkpointing.saver import Saver, parse_interval
 from elasticd.checkpointing.state import sharded, training_state
+from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.coordination import pause
 from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
@@ -129,8 +131,8 @@ class Session:
         self._committing: list[Any] = []
         self._optimizers: list[tuple[Any, Any]] = []
         """Attached ones, which report each step that they begin, and the handles of these hooks."""
-        self._directory: str | os.PathLike[str] | None = None
-        """The argument of the script, if it gives one."""
+        self._directory: Path | None = None
+        """The one that the script gives, if any: the same in the next round, whatever its working directory is then."""
         self._said: set[str] = set()
         self._thread = threading.get_ident()
         """The thread that steps."""
@@ -304,7 +306,7 @@ class Session:
             raise UsageError("restore(): nothing is attached; call session.attach(model=..., optimizer=...) first")
         if self._stepped:
             raise UsageError("restore() after step(): restore before the first step")
-        self._directory = directory or self._directory
+        self._directory = resolve(directory) if directory else self._directory
         if self._is_ahead:  # `run` restores in the round
             self._has_called_restore = True
             return None
@@ -351,7 +353,7 @@ class Session:
         if keep_every < 0:
             raise UsageError(f"checkpoint(keep_every={keep_every!r}): give a number of steps, or 0")
         barrier_s = None if barrier is None else timeout_seconds(barrier, "checkpoint(barrier=...)")
-        self._directory = directory or self._directory
+        self._directory = resolve(directory) if directory else self._directory
         self._channel.call = "checkpoint()"
         if not self._is_ahead:
             self._saver.open_directory(directory, "checkpoint")

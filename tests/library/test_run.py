@@ -219,6 +219,18 @@ def test_survivor_and_new_process_continue_as_undisturbed_run(make_owner: Callab
         assert {step: at for step, at in steps(before).items() if step in steps(member)} == steps(member)
 
 
+def test_relative_directory_is_the_same_in_each_round(make_owner: Callable[[str], Owner]) -> None:
+    """The script may change its working directory, and new processes begin in the first one."""
+    owner = make_owner("stays")
+    options = {"from": str(owner.folder), "directory": "own", "epochs": 2}
+    members = owner.start([None] * 2, {**options, "faults": {1: [5, 1, "backward"]}})
+    enter(members)
+    again = owner.start(owner.change(members, 1), options)
+    enter(again)
+    results(again)
+    assert (owner.folder / "own" / "r2-s8").exists()
+
+
 @pytest.mark.system
 def test_three_ranks_continue_as_after_restart_of_all(make_owner: Callable[[str], Owner]) -> None:
     owner = make_owner("stays")

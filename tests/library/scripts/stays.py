@@ -57,6 +57,8 @@ class Counter:
 
 
 torch.set_num_threads(1)
+if "from" in options:
+    os.chdir(options["from"])
 session = elasticd.init()
 torch.manual_seed(7 + session.rank)
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
@@ -91,7 +93,7 @@ loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=op
 session.attach(
     model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, scaler=scaler, per_rank={"counter": counter}
 )
-session.checkpoint(every=1)
+session.checkpoint(every=1, directory=options.get("directory"))
 if options.get("preamble") == "collective":
     dist.barrier()
 if options.get("preamble") == "group":
@@ -133,6 +135,9 @@ def say(**what: Any) -> None:
 def train() -> str:
     global entries
     entries += 1
+    if "from" in options:
+        os.makedirs("/".join([options["from"], "elsewhere"]), exist_ok=True)
+        os.chdir("/".join([options["from"], "elsewhere"]))
     say(entry=entries, at=session.steps, pid=os.getpid())
     client.send(b"x")
     assert accepted.recv(1) == b"x", "the script's own connection is as it was"
