@@ -151,7 +151,7 @@ class Fingerprint:
         return (
             [tensor._version for tensor in tensors],
             [tensor.data_ptr() for tensor in tensors],
-            bytes(host_bytes(torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]))),
+            bytes(host_bytes(torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *pieces]))),
         )
 
     def is_changed(self) -> bool:

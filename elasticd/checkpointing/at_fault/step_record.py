@@ -100,7 +100,8 @@ class StepRecord:
         every = [holder[key] for holder, key in (*buffers, *fixed)]
         self._kinds = list(map(buffer_kind, every))
         self._pieces = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MAX_PIECES]]
-        self._pieces.append(torch.zeros(_ALL_PIECES_BYTES - sum(map(len, self._pieces)), dtype=torch.uint8))
+        left = _ALL_PIECES_BYTES - sum(map(len, self._pieces))
+        self._pieces.append(torch.zeros(left, dtype=torch.uint8, device="cpu"))
         self._places = places = _SlotOffsets(every)
         size = _SLOT_COUNT * places.bytes
         self._fd = fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

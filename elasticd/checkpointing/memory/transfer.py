@@ -97,7 +97,8 @@ def broadcast_spans(
     parts = [
         (at, min(at + MAX_BYTES_AT_ONCE, end)) for start, end in spans for at in range(start, end, MAX_BYTES_AT_ONCE)
     ]
-    host = torch.empty(max((end - start for start, end in parts), default=0), dtype=torch.uint8)
+    most = max((end - start for start, end in parts), default=0)
+    host = torch.empty(most, dtype=torch.uint8, device="cpu")
     view = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
     for start, end in parts:
         count, done = end - start, 0

@@ -34,7 +34,7 @@ class GpuCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
 
     def copy_pieces(self, parts: Iterable[StoragePart], at_once: bool = True) -> Iterator[tuple[int, memoryview]]:

@@ -141,13 +141,13 @@ def decode(memory: bytes, numbers: RecordNumbers) -> RandomState:
     others, of_torch = memory[: sum(PYTHON_NUMPY_SIZES)], memory[sum(PYTHON_NUMPY_SIZES) :]
 
     def words(start: int) -> torch.Tensor:
-        return torch.tensor(array(_WORD_TYPECODE, others[start : start + 4 * _MT_WORDS]))
+        return torch.tensor(array(_WORD_TYPECODE, others[start : start + 4 * _MT_WORDS]), device="cpu")
 
     (index,) = _INDEX_STRUCT.unpack_from(others)
     states: RandomState = {"torch": torch.frombuffer(bytearray(of_torch[: torch_state_bytes()]), dtype=torch.uint8)}
     states["python"] = [
         _PYTHON_STATE_VERSION,
-        torch.cat([words(_INDEX_STRUCT.size), torch.tensor([index])]),
+        torch.cat([words(_INDEX_STRUCT.size), torch.tensor([index], device="cpu")]),
         half if has_half else None,
     ]
     if flags & HAS_DEVICE:

@@ -266,7 +266,7 @@ def _load_value(archive: memoryview, described: Any, index: MetadataIndex) -> An
         size = shape.numel() * dtype.itemsize
         if len(archive) == len(before) + size + len(after) and archive[: len(before)] == before:
             content = archive[len(before) : len(before) + size]
-            flat = torch.frombuffer(content, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+            flat = torch.frombuffer(content, dtype=dtype) if size else torch.empty(0, dtype=dtype, device="cpu")
             return flat.view(shape)
     return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
 
@@ -307,7 +307,7 @@ def read_metadata(content: bytes) -> Metadata:
 @functools.lru_cache(1 << 16)
 def _archive_around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """The bytes that `torch.save` writes before and after those of such a tensor."""
-    return Layout(torch.empty(shape, dtype=dtype)).bytes_around_storage()
+    return Layout(torch.empty(shape, dtype=dtype, device="cpu")).bytes_around_storage()
 
 
 def _structure(flat: StateDict) -> list[tuple[Any, ...]]:

@@ -401,7 +401,7 @@ def undo_seed_draw(before: torch.Tensor) -> None:
     """Back to this state, if a DataLoader's seed is all that was drawn since then."""
     generator = torch.Generator()
     generator.set_state(before)
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
+    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
     if torch.equal(generator.get_state(), torch.get_rng_state()):
         torch.set_rng_state(before)
 
