@@ -29,6 +29,9 @@ from elasticd.heartbeat.record import Phase
 
 logger = logging.getLogger("elasticd")
 
+PATIENCE_SHARE = 0.9
+"""The share of their patience that the other ranks, which wait for rank 0's word about a save, leave for the disk."""
+
 
 class DirectoryWrites:
     """The lock of the directory, and the last save that the writer has not been asked about."""
@@ -114,8 +117,11 @@ class DirectoryWrites:
         atexit.unregister(self._wait_at_exit)
         before = context.heartbeat.current_phase
         context.heartbeat.set_phase(Phase.CHECKPOINT)
+        patience_s = PATIENCE_SHARE * context.channel.timeout_s
         try:
-            result = context.writer.wait_for_result(context.round, self._expected[0], context.channel.timeout_s)
+            result = context.writer.wait_for_result(context.round, self._expected[0], patience_s)
+        except TimeoutError:
+            result = {"saved": False, "why": f"it is not on the disk after {patience_s:g} s"}
         except (OSError, SnapshotRefused) as error:
             result = {"saved": False, "why": f"the writer does not answer: {error}"}
         finally:

@@ -32,7 +32,7 @@ from typing import Any
 
 from elasticd.channel import Message
 from elasticd.checkpointing.context import SaveContext
-from elasticd.checkpointing.directory_writes import DirectoryWrites
+from elasticd.checkpointing.directory_writes import PATIENCE_SHARE, DirectoryWrites
 from elasticd.checkpointing.memory import held_states, state_files
 from elasticd.checkpointing.memory.buffers import WriteTask
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
@@ -189,7 +189,7 @@ class ShardedSaver:
 
         `parts_s`: so long it waits for the parts of other nodes at most.
         """
-        writer, timeout_s = self._context.writer, self._context.channel.timeout_s
+        writer, timeout_s = self._context.writer, PATIENCE_SHARE * self._context.channel.timeout_s
         try:
             return writer is not None and writer.share == 0 and writer.are_shards_pending(wait, timeout_s, parts_s)
         except (OSError, SnapshotRefused):

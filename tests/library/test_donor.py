@@ -224,6 +224,23 @@ def writes_of(folder: Path, writer: Any, events: Any = NOTHING) -> DirectoryWrit
     return DirectoryWrites(SaveContext(*parts, round=1, save_count=4, writer=writer))
 
 
+def test_save_that_takes_too_long_has_failed_before_the_other_ranks_give_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They wait for rank 0's word as long as for any message, and would end the job."""
+    waited: list[float] = []
+
+    def wait_for_result(round: int, number: int, timeout_s: float) -> Any:
+        waited.append(timeout_s)
+        raise TimeoutError("timed out")
+
+    writes = writes_of(tmp_path, SimpleNamespace(wait_for_result=wait_for_result))
+    writes.expect_write(20)
+    assert not writes.wait_until_saved()
+    assert waited == [0.9]
+    assert "a checkpoint failed: it is not on the disk after 0.9 s" in caplog.text
+
+
 def backward(model: DistributedDataParallel) -> None:
     with model.no_sync():
         model(torch.ones(3)).sum().backward()
