@@ -174,11 +174,12 @@ class Chooser:
         on_disk, skipped = self._walk_lineage(bool(whole))
         newest, on_disk = self._newest_allowed(whole, on_disk)
         if newest is not None and self._is_newest(newest.snapshot, on_disk):
-            return self._choose_held(newest, on_disk[0].manifest.step if on_disk else 0)
-        for checkpoint in skipped:
-            self._report_skipped(checkpoint.path, checkpoint.why)
-        self._candidates = on_disk
-        choice = self._next_on_disk()
+            choice: Choice | None = self._choose_held(newest, on_disk[0].manifest.step if on_disk else 0)
+        else:
+            for checkpoint in skipped:
+                self._report_skipped(checkpoint.path, checkpoint.why)
+            self._candidates = on_disk
+            choice = self._next_on_disk()
         if torn is not None and (choice.step if choice else 0) < (step := torn.snapshot.draft.step):
             self.report(f"step {step} was in memory, but {', '.join(torn.missing_files)} is lost with its node", step)
         return choice

@@ -20,13 +20,17 @@ import pytest
 import torch
 
 from elasticd.checkpointing.memory import peer, writer_client
+from elasticd.checkpointing.memory import writer as writer_module
 from elasticd.checkpointing.memory.buffers import (
     ANOTHER_SAVES_REASON,
     PROTOCOL_VERSION,
     STILL_COPIED_REASON,
+    Buffers,
+    Snapshot,
     WriteTask,
     donated_number,
 )
+from elasticd.checkpointing.memory.writer import Writer
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
 from elasticd.checkpointing.state.layout import Layout, load_mapped, write_at
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
@@ -685,3 +689,32 @@ def test_flush_says_why_the_last_state_is_not_on_the_disk(node: Node, saves: Sav
     finish_at_fault(saves, node.client(), 3, 1, saves.task)
     result = node.flush()
     assert (result["step"], result["path"]) == (3, "") and result["why"]
+
+
+@pytest.mark.parametrize(("room_for", "kept"), [(2, [None, 1, 2]), (1, [None, None, None])])
+def test_part_of_a_sharded_state_stays_while_the_next_one_is_copied(
+    monkeypatch: pytest.MonkeyPatch, room_for: int, kept: list[int | None]
+) -> None:
+    """Only where there is no memory for two parts the new one takes the place of the one before it."""
+    node = [os.memfd_create("test") for _ in range(4)]
+    buffers = Buffers(node[0], node[1:])
+
+    def no_memory(size: int, wanted: list[int]) -> str:
+        return "" if len({fd for fd in buffers.fds if os.fstat(fd).st_blocks} | {*wanted}) <= room_for else "no room"
+
+    monkeypatch.setattr(writer_module, "no_memory_reason", no_memory)
+    found = []
+    with socket.socket() as listener:
+        writer = Writer(listener, buffers)
+        for number in (1, 2, 3):
+            begin = {"round": 1, "number": number, "share": 0, "shares": 1, "size": SIZE, "copies": 1, "digest": ""}
+            fill = writer._begin_fill((1, number), begin)
+            assert not fill.refused
+            os.pwrite(buffers.fds[fill.buffer], bytes(SIZE), 0)
+            found.append(max((held.save_number for held in buffers.held if held), default=None))
+            draft = Manifest(1, 10 * number, None, 1, SIZE, NO_CHECKSUM, "job", "run", None, 0.0)
+            buffers.write_header(fill.buffer, Snapshot(draft, number, None, files={"__0_0.distcp": (0, SIZE)}))
+        writer._selector.close()
+    assert found == kept
+    for fd in (*node, writer._wake_read, writer._wake_write):
+        os.close(fd)

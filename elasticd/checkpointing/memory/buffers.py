@@ -193,8 +193,16 @@ class Buffers:
 
     def newest_whole(self) -> int | None:
         """The buffer with the newest state that is whole in it."""
-        whole = [(at, snapshot) for at, snapshot in enumerate(self.held) if snapshot and not snapshot.files]
-        keys = [(snapshot.draft.round, snapshot.draft.step, snapshot.save_number, at) for at, snapshot in whole]
+        return self._find_newest(False)
+
+    def newest_part(self) -> int | None:
+        """The buffer with this node's own part of the newest sharded state."""
+        return self._find_newest(True)
+
+    def _find_newest(self, is_sharded: bool) -> int | None:
+        own = [(at, snapshot) for at, snapshot in enumerate(self.held) if snapshot and not snapshot.is_copy]
+        alike = [(at, snapshot) for at, snapshot in own if bool(snapshot.files) == is_sharded]
+        keys = [(snapshot.key[0], snapshot.draft.step, snapshot.save_number, at) for at, snapshot in alike]
         return max(keys, default=(0, 0, 0, None))[3]
 
     def erase_header(self, number: int) -> None:

@@ -272,16 +272,13 @@ class Writer:
             if len(older.copied_shares) + len(older.copying_ranks) < older.share_count:
                 self._fail_save(older, "a later save began before every rank had copied its share")
         self._fills = [older for older in self._fills if older.copying_ranks]
-        fill.buffer = self._buffer_for(message.get("like"))
-        if fill.buffer < 0:
-            fill.refused = STILL_COPIED_REASON
-        else:
-            usable = (
-                self._buffers.fds[:OWN_BUFFER_COUNT]
-                if message.get("copies", 2) == 2
-                else [self._buffers.fds[fill.buffer]]
-            )
-            fill.refused = no_memory_reason(message["size"], usable)
+        free, is_part = self._free_buffers(message.get("like")), message.get("copies", 2) == 1
+        fill.refused = "" if free else STILL_COPIED_REASON
+        own = self._buffers.fds[:OWN_BUFFER_COUNT]
+        for fill.buffer in free if is_part else free[:1]:  # without room for two parts the new one replaces the newest
+            fill.refused = no_memory_reason(message["size"], [own[fill.buffer]] if is_part else own)
+            if not fill.refused:
+                break
         if not fill.refused or donated_step(key[1]) is None:  # at a fault a rank tries again
             self._fills.insert(0, fill)
         if not fill.refused:
@@ -304,19 +301,18 @@ class Writer:
             self._receive(rank)  # its report may still be unread
             self._drop_connection(rank)
 
-    def _buffer_for(self, key: list[int] | None) -> int:
-        """The one with this state, if it is not being written; without a key, a free one. -1 if there is none."""
-        if key is None:
-            return self._free_buffer()
-        number = self._buffers.find((key[0], key[1]))
-        return -1 if number is None or number == self._writing else number
-
-    def _free_buffer(self) -> int:
-        """One that no rank fills and that is not being written; not the only whole state. -1 if there is none."""
+    def _free_buffers(self, key: list[int] | None) -> list[int]:
+        """The one with this state, if it is not being written; without a key, those that no rank fills, that are not
+        being written and have not the only whole state: that with the newest part of a sharded one comes last.
+        """
+        if key is not None:
+            number = self._buffers.find((key[0], key[1]))
+            return [] if number is None or number == self._writing else [number]
         busy = {self._writing, *(fill.buffer for fill in self._fills)}
         if self._writing is None:
             busy.add(self._buffers.newest_whole())
-        return min(set(range(OWN_BUFFER_COUNT)) - busy, default=-1)
+        newest_part = self._buffers.newest_part()
+        return sorted(set(range(OWN_BUFFER_COUNT)) - busy, key=lambda number: (number == newest_part, number))
 
     def _do_copied(self, rank: socket.socket, message: Message) -> None:
         key = (message["round"], message["number"])
