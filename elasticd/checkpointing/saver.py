@@ -39,8 +39,10 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.channel import Message
+from elasticd.checkpointing.at_fault import step_files
 from elasticd.checkpointing.context import SaveContext, SaveInterval, cursor_of
 from elasticd.checkpointing.directory_writes import DirectoryWrites
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.state import rank_differences, sharded, training_state
 from elasticd.checkpointing.state.rank_differences import ComparedState
@@ -57,6 +59,8 @@ logger = logging.getLogger("elasticd")
 _TOO_LARGE_PREFIX = "too large: "
 """The beginning of a message that stands for a larger one."""
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_directories_in_memory: dict[int, Path] = {}
+"""The directory of this process's first session in each round: the states in memory are of that one."""
 
 
 def parse_interval(every: int | str | timedelta) -> SaveInterval:
@@ -87,6 +91,8 @@ class Saver:
         self._shards: ShardedSaver | None = None
         self._last_at = time.monotonic()
         self._opens = 0
+        self._given_directory: Path | None = None
+        """The directory as this rank's script gives it; rank 0's counts."""
         self._accepted = False
         """The state can be saved, and is not refused; all ranks know that."""
         self._reported: set[str] = set()
@@ -94,7 +100,9 @@ class Saver:
     def open_directory(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
         """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks."""
         context = self.context
-        if context.directory is not None and (directory is None or resolve(directory) == context.directory):
+        if context.directory is not None and (
+            directory is None or resolve(directory) in (context.directory, self._given_directory)
+        ):
             return context.directory
         if context.directory is not None:
             raise UsageError(f"{caller}(directory={directory!r}): this session already uses {context.directory}")
@@ -110,13 +118,43 @@ class Saver:
         what = f"the lock of the checkpoint directory {path}"
         self._opens += 1
         opened = context.channel.on_rank0(
-            f"directory/{self._opens}", what, lambda: {"round": self._lock_and_find_round(path)}
+            f"directory/{self._opens}", what, lambda: {"round": self._lock_and_find_round(path), "path": str(path)}
         )
-        context.round, context.directory = opened["round"], path
+        context.round, context.directory, self._given_directory = opened["round"], path, path
+        if opened["path"] != str(path) and context.environment.node == 0:
+            context.directory, path = Path(opened["path"]), Path(opened["path"])
+            given = path_or_url(self._given_directory)
+            context.report(
+                f"rank {context.group.rank} gave {caller}() the directory {given}, and rank 0 {path_or_url(path)}, "
+                "which counts: give the same one on all ranks",
+                None,
+            )
+        if (first := _directories_in_memory.setdefault(context.environment.round, path)) != path:
+            self._leave_memory(first)
         if context.writer is not None:
             context.writer.make_task_at_end = context.write_task_at_end
             context.writer.before_successor = self._writes.report_if_save_lost
         return path
+
+    def _leave_memory(self, first: Path) -> None:
+        """Keep no states in memory: those that are there are of an earlier session of this process, and neither of this
+        one nor of a session that opens this directory first in the next round.
+        """
+        context, writer = self.context, self.context.writer
+        if writer is None:
+            return
+        if writer.share == 0:
+            with contextlib.suppress(OSError, SnapshotRefused):
+                step_files.refuse_states(snapshot.original_key for snapshot in writer.find_all())
+        if context.group.rank == 0:
+            own, others = path_or_url(context.chosen_directory), path_or_url(first)
+            context.report(
+                f"this process has had a session with the directory {others} before: no state of {own} is kept in "
+                "memory, and its checkpoints are written while training waits",
+                None,
+            )
+        writer.close()
+        context.writer = None
 
     def _lock_and_find_round(self, path: Path) -> int:
         """Lock the directory, on rank 0; returns the round under which this session saves."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from elasticd.heartbeat import record as heartbeat
 from tests.library.conftest import Job, wait_for
 from tests.library.writers import Node
 
@@ -154,6 +155,38 @@ def test_state_of_another_run_or_job_is_not_used(start: Any, nodes: Nodes, tmp_p
     env = [{**where[0].environment(0, 1, rank, 2), name: "another"} for rank in range(2)]
     other = start("toy.py", {"directory": str(tmp_path / "two"), "every": None, "steps": 2}, each_env=env)
     assert other.results()[0]["resumed"] is None
+
+
+def test_session_of_another_directory_in_the_same_process_begins_anew(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """A fold of a cross-validation does not train on with the weights of the one before, nor after a restart that
+    leaves out what has ended.
+    """
+    (node,) = nodes(1)
+    a, b, c = ([str(tmp_path / name), steps] for name, steps in (("a", 6), ("b", 4), ("c", 2)))
+
+    def run(round: int, *folds: list[Any]) -> tuple[list[int], str]:
+        folder = tmp_path / f"round-{round}"
+        folder.mkdir()
+        heartbeat.create(folder / "beat")
+        where = {**node.environment(0, 1, 0, 1), "ELASTICD_HEARTBEAT": str(folder / "beat")}
+        job = start("folds.py", list(folds), world_size=1, round=round, each_env=[where])
+        return job.results()[0]["resumed"], job.ranks[0].errors()
+
+    resumed, errors = run(1, a, b)
+    assert resumed == [0, 0]
+    assert errors.count("this process has had a session with the directory") == 1
+    assert sorted(path.name for path in (tmp_path / "b").glob("r*")) == ["r1-s2", "r1-s4"]
+    assert run(2, b, c)[0] == [4, 0]
+    assert run(3, a)[0] == [6]
+
+
+def test_directory_of_rank_0_counts_on_its_node(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """What another rank saves at a fault, or leaves at the end, is where the next run looks for it."""
+    (node,) = nodes(1)
+    env = [node.environment(0, 1, rank, 2) for rank in range(2)]
+    job = start("folds.py", [[str(tmp_path / "of {rank}"), 2]], each_env=env)
+    assert [result["used"] for result in job.results()] == [[str(tmp_path / "of 0")]] * 2
+    assert f"rank 1 gave restore() the directory {tmp_path}/of 1, and rank 0 {tmp_path}/of 0" in job.ranks[1].errors()
 
 
 def test_second_start_of_a_round_continues_it(
