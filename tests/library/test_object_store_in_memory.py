@@ -29,7 +29,7 @@ from elasticd.checkpointing.storage.lineage import (
 from elasticd.checkpointing.storage.manifest import MANIFEST, STATE
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 from elasticd.checkpointing.storage.object_url import resolve
-from elasticd.checkpointing.storage.retention import set_aside, went_back_mark
+from elasticd.checkpointing.storage.retention import retain, set_aside, went_back_mark
 from elasticd.errors import DirectoryInUse, ObjectStoreError
 from tests.library import checkpoints
 
@@ -211,6 +211,21 @@ def test_deleted_checkpoint_leaves_no_object(node: Make) -> None:
     store(node("a")).delete_checkpoint("r1-s10")
     assert [*objects()] == [".newest"]
     store(node("a")).delete_checkpoint("r1-s10")  # of no effect
+
+
+def test_files_that_another_node_puts_meanwhile_stay(node: Make) -> None:
+    """Of a sharded checkpoint; what was left by a killed writer goes once there is a newer checkpoint."""
+    directory = node("a")
+    for step in (10, 20):
+        save(directory, step)
+    parts = [f"{name}/__1_0.distcp" for name in ("r1-s15", "r1-s20.again", "r1-s30")]
+    for part in parts:
+        change(part, b"a part")
+    retain(directory, 1, keep=1)
+    assert {key.partition("/")[0] for key in objects() if key[0] == "r"} == {"r1-s20", "r1-s20.again", "r1-s30"}
+    save(directory, 40)
+    retain(directory, 1, keep=1)
+    assert {key.partition("/")[0] for key in objects() if key[0] == "r"} == {"r1-s40"}
 
 
 def test_step_that_is_saved_again_has_the_other_name(node: Make) -> None:

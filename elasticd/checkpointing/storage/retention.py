@@ -21,7 +21,7 @@ from elasticd.checkpointing.storage.lineage import (
     read_named_manifest,
     walk_lineage,
 )
-from elasticd.checkpointing.storage.manifest import Unreadable
+from elasticd.checkpointing.storage.manifest import MANIFEST, Unreadable
 from elasticd.checkpointing.storage.object_store import store_of
 
 
@@ -39,6 +39,8 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
     present = [named for named in list_names(directory) if named.hidden_kind is None]
     seen = {named.path: _device_and_inode(named.path) for named in present}
     walked = walk_lineage(directory)
+    if store_of(directory) is not None:
+        present = [named for named in present if not _may_be_put(named, walked)]
     if not _paths_to_delete(present, walked, 0, own_round, keep, keep_every):
         return []
     trusted = store_of(directory) is not None
@@ -135,6 +137,15 @@ def _device_and_inode(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
+
+
+def _may_be_put(named: CheckpointName, found: LineageWalk) -> bool:
+    """True for files that another node may be putting into the object store for the next checkpoint: there is no
+    manifest yet.
+    """
+    newest = found.entries[0].manifest if found.entries else None
+    is_next = newest is not None and (named.round, named.step) >= (newest.round, newest.step)
+    return is_next and not (named.path / MANIFEST).exists()
 
 
 def _is_deletable(named: CheckpointName) -> bool:
