@@ -78,10 +78,13 @@ class DirectoryWrites:
             context.events.write(
                 "checkpoint_saved", f"checkpoint of step {draft.step} saved ({why})", draft.step, **fields
             )
-            retain(context.chosen_directory, context.round, context.keep, context.keep_every)
         except OSError as error:
             context.warn_failed(draft.step, str(error))
             return False
+        try:
+            retain(context.chosen_directory, context.round, context.keep, context.keep_every)
+        except OSError as error:
+            context.warn("message", f"old checkpoints could not be deleted: {error}", step=draft.step)
         return True
 
     def expect_write(self, step: int) -> None:

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elasticd
 from elasticd import channel
+from elasticd.checkpointing import directory_writes
 from elasticd.checkpointing.at_fault import committed_state, donor, donor_rules, step_files, step_record
 from elasticd.checkpointing.at_fault.committed_state import CommittedState, RankDraws, RankRecord
 from elasticd.checkpointing.at_fault.donor import MAX_TRIAL_COMMITS, CopyTrial, Donor
@@ -31,6 +32,9 @@ from elasticd.checkpointing.memory.buffers import WRITER_KILLED_REASON
 from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state.training_state import RESERVED_NAME, StateDict
+from elasticd.checkpointing.storage.atomic_write import Staging, write_file
+from elasticd.checkpointing.storage.lineage import lineage
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest, SizeAndChecksum
 from elasticd.errors import CheckpointError, CheckpointRefused
 from elasticd.heartbeat.worker_events import WorkerEventReader, WorkerEventWriter
 from elasticd.process_group import DefaultGroup
@@ -239,6 +243,30 @@ def test_save_that_takes_too_long_has_failed_before_the_other_ranks_give_up(
     assert not writes.wait_until_saved()
     assert waited == [0.9]
     assert "a checkpoint failed: it is not on the disk after 0.9 s" in caplog.text
+
+
+def test_checkpoint_is_saved_where_older_ones_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a bucket where only putting is allowed."""
+    kinds: list[str] = []
+    events = SimpleNamespace(write=lambda kind, *_, **__: kinds.append(kind))
+    writes = writes_of(tmp_path, None, events)
+    monkeypatch.setattr(writes, "_lock", SimpleNamespace())
+    monkeypatch.setattr(directory_writes, "retain", refuse)
+    draft = Manifest(1, 20, None, 1, 0, NO_CHECKSUM, "job", "run")
+    assert writes.write_now(draft, put_state, "by a test", 0.0)
+    assert kinds == ["checkpoint_saved", "message"]
+    assert "old checkpoints could not be deleted: access denied" in caplog.text
+    assert [entry.manifest.step for entry in lineage(tmp_path)[0]] == [20]
+
+
+def put_state(staging: Staging) -> dict[str, SizeAndChecksum]:
+    return {STATE: write_file(staging.path / STATE, lambda file: file.write(b"state"))}
+
+
+def refuse(*_: Any) -> Any:
+    raise PermissionError("access denied")
 
 
 def backward(model: DistributedDataParallel) -> None:
