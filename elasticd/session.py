@@ -63,6 +63,8 @@ MAX_DEFERRED_STEPS = 256
 """Steps for which a save, a pause or a stop waits for an optimizer's step: gradients may also be old ones."""
 _PAUSE_WITHOUT_SAVE_REASON = "the agent requested a pause, and all processes stay"
 """The reason of a pause without a checkpoint."""
+_SCALER_MARK = "_per_optimizer_states"
+"""An attribute of a GradScaler."""
 _NEW, _STAYS = b"new", b"stays"
 """The word of each rank about its process, at the beginning of a round."""
 _PHASES = {each.name.lower(): each for each in (Phase.STARTING, Phase.CHECKPOINT, Phase.EVAL)}
@@ -131,6 +133,8 @@ class Session:
         self._committing: list[Any] = []
         self._optimizers: list[tuple[Any, Any]] = []
         """Attached ones, which report each step that they begin, and the handles of these hooks."""
+        self._scalers: dict[Any, Any] = {}
+        """Attached GradScalers, and what each of their updates replaces."""
         self._directory: Path | None = None
         """The one that the script gives, if any: the same in the next round, whatever its working directory is then."""
         self._said: set[str] = set()
@@ -277,6 +281,8 @@ class Session:
             # A wrapper around an optimizer may be one without having called its __init__.
             if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):
                 self._optimizers.append((obj, obj.register_step_pre_hook(self._on_optimizer_step)))
+            if (mark := vars(obj).get(_SCALER_MARK) if hasattr(obj, "__dict__") else None) is not None:
+                self._scalers[obj] = mark
             if isinstance(obj, ElasticBatchSampler):
                 obj.on_next = functools.partial(self._on_next, obj)
         self._attached.update(objects)
@@ -456,7 +462,7 @@ class Session:
         self._issued_before, self._issued_at_step = self._issued_at_step, (issued := self._issued())
         self._heartbeat.step(self._steps, issued=issued)
         self._channel.call = "step()"
-        self._was_optimized, self._optimized = self._optimized, False
+        self._was_optimized, self._optimized = self._has_updated_scaler() or self._optimized, False
         if self._saver.due_by_steps(self._steps):
             self._is_put_off, self._due = True, str(self._context.every)
         decision = self._decisions.decide_at(self._steps, self._is_put_off)
@@ -486,6 +492,11 @@ class Session:
             for obj in self._attached_objects():
                 if callable(on_stop := getattr(obj, "on_stop", None)):
                     on_stop()
+
+    def _has_updated_scaler(self) -> bool:
+        """Since the last step: if no optimizer has made one, a GradScaler has skipped it, and it is over."""
+        before, self._scalers = self._scalers, {scaler: getattr(scaler, _SCALER_MARK) for scaler in self._scalers}
+        return any(mark is not before[scaler] for scaler, mark in self._scalers.items())
 
     def _is_saved_at_stop(self) -> bool:
         """The script uses checkpoints."""
@@ -694,7 +705,7 @@ class Session:
             sampler.on_next = None
         for _, hook in self._optimizers:
             hook.remove()
-        for attached in (self._attached, self._optional, self._optimizers, self._context.per_rank):
+        for attached in (self._attached, self._optional, self._optimizers, self._scalers, self._context.per_rank):
             attached.clear()
         self._committing = []
 

@@ -210,3 +210,10 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "keep at least 1" in said["keep nothing"]
     assert "already uses" in said["another directory"]
     assert "before the first step" in said["restore after a step"]
+
+
+def test_step_that_a_scaler_has_skipped_can_be_saved(start: Any, tmp_path: Path) -> None:
+    """Gradients of a step that is over are no part of the next one: there may be none."""
+    job = start("scaled.py", str(tmp_path / "checkpoints"), world_size=1)
+    assert job.results() == [{"saved": True, "step": 3}]
+    assert "inside step" not in job.ranks[0].errors()
