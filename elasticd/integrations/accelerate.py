@@ -93,28 +93,35 @@ class ElasticDataLoader(ElasticLoader):
             if self.session.should_stop:
                 return
             yield epoch
+            self._end_left_step()  # before the cursor goes to the next epoch
 
     def __iter__(self) -> Iterator[Any]:
         self._attach_restore_and_checkpoint()
         send = require("accelerate.utils", "accelerate").send_to_device
         self._outside.close()
-        if self._micro == self.sampler.accumulate - 1:  # the loop left the last iteration after that step
+        self._end_left_step()
+        micro = -1
+        try:
+            for batch in super().__iter__():
+                micro = (micro + 1) % self.sampler.accumulate
+                if self._micro is not None and micro == 0:
+                    self.session.step()
+                    if self.session.should_stop:
+                        break
+                self._micro = micro
+                yield send(batch, self._accelerator.device, non_blocking=True)
+            else:
+                if self._micro is not None:
+                    self.session.step()
+            self._micro = None
+        finally:
+            self._outside.enter_context(self.session.phase("eval"))
+
+    def _end_left_step(self) -> None:
+        """End the step after which the loop has left its iteration; its last batch may also be one that it only saw."""
+        if self._micro == self.sampler.accumulate - 1 and self.session._optimized:
             self.session.step()
         self._micro = None
-        micro = -1
-        for batch in super().__iter__():
-            micro = (micro + 1) % self.sampler.accumulate
-            if self._micro is not None and micro == 0:
-                self.session.step()
-                if self.session.should_stop:
-                    break
-            self._micro = micro
-            yield send(batch, self._accelerator.device, non_blocking=True)
-        else:
-            if self._micro is not None:
-                self.session.step()
-        self._micro = None
-        self._outside.enter_context(self.session.phase("eval"))
 
     def _attach_restore_and_checkpoint(self) -> None:
         if self._begun:

@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+from elasticd.integrations.accelerate import ElasticDataLoader
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -42,3 +47,30 @@ def test_environment_is_carried_over(tmp_path: Path, options: list[str], seen: s
         [sys.executable, "-c", SEEN], env={**own, **carried}, capture_output=True, text=True, timeout=100
     )
     assert ran.stdout.strip() == seen, ran.stderr
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("before_the_step", [False, True])
+def test_epochs_that_are_left_early(tmp_path: Path, before_the_step: bool) -> None:
+    """Each step counts once, and a batch that was only seen does not."""
+    accelerator = Accelerator(cpu=True)
+    x = torch.arange(32.0).view(32, 1)
+    loader = ElasticDataLoader(accelerator, DataLoader(TensorDataset(x, x), batch_size=4), directory=tmp_path)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-4))
+    trained = []
+    for epoch in loader.epochs(3):
+        next(iter(loader))
+        for x, y in loader:
+            if before_the_step and loader.sampler.offset >= 12:
+                break
+            accelerator.backward(((model(x) - y) ** 2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.append((epoch, *x.flatten().tolist()))
+            if len(trained) % 3 == 0 and not before_the_step:
+                break
+    session = loader.session
+    session.close()
+    assert trained == [(epoch, *range(at, at + 4)) for epoch in range(3) for at in (0, 4, 8)]
+    assert session.steps == 9
