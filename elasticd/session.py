@@ -731,7 +731,8 @@ class Session:
         Those of rank 0 count; any rank may call. They are sampled once a second at first, ever more rarely, and at the
         end; only then the values are read from their device.
 
-        Raises UsageError for more than 16 names, TypeError or ValueError for a value that is no number.
+        Raises UsageError for more than 16 names in the first call, TypeError or ValueError for a value that is no
+        number. Names of later calls beyond 16 in all are left out, with a sentence.
         """
         if self._scalars is not None:
             self._scalars.log(self._steps, values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from typing import SupportsFloat
 
 from elasticd.errors import UsageError
 from elasticd.heartbeat.worker_events import MAX_SCALARS, WorkerEventWriter
+
+logger = logging.getLogger("elasticd")
 
 MIN_INTERVAL_S = 1.0
 INTERVAL_AGE_SHARE = 1 / 200
@@ -29,6 +32,7 @@ class ScalarSampler:
     _names: set[str] = field(default_factory=set)
     _began_at: float = 0.0
     _due_at: float = float("-inf")
+    _is_limit_reported: bool = False
     _unsampled: tuple[int, Mapping[str, SupportsFloat]] | None = None
     """The values logged since the last sample, copied on their device."""
 
@@ -37,7 +41,7 @@ class ScalarSampler:
         atexit.register(self.close)
 
     def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Raises UsageError for too many names, TypeError and ValueError for a value that is no number."""
+        """Raises UsageError for too many names at first, TypeError and ValueError for a value that is no number."""
         now = self.clock()
         if self.events.path is None:
             return
@@ -58,13 +62,28 @@ class ScalarSampler:
 
     def _write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         self._unsampled = None
+        if len({*self._names, *values}) > MAX_SCALARS:
+            values = self._within_limit(step, values)
         self._names.update(values)
-        if len(self._names) > MAX_SCALARS:
-            raise UsageError(f"session.log() takes at most {MAX_SCALARS} names in all, not {sorted(self._names)}")
         numbers = {name: float(value) for name, value in values.items()}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         shown = ", ".join(f"{name} {number:.6g}" for name, number in numbers.items())
         self.events.write("scalars", f"step {step}: {shown}", step, values=finite)
+
+    def _within_limit(self, step: int, values: Mapping[str, SupportsFloat]) -> Mapping[str, SupportsFloat]:
+        """Leave out the names beyond the limit: an error that comes with the first evaluation would cost the training
+        before it.
+        """
+        if not self._names:
+            raise UsageError(f"session.log() takes at most {MAX_SCALARS} names in all, not {sorted(values)}")
+        new = [name for name in values if name not in self._names]
+        left_out = new[MAX_SCALARS - len(self._names) :]
+        if not self._is_limit_reported:
+            self._is_limit_reported = True
+            what = f"session.log() takes at most {MAX_SCALARS} names in all: {', '.join(left_out)} cannot be shown"
+            logger.warning(what)
+            self.events.write("message", what, step, once="names of session.log()")
+        return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _detached_copy(value: SupportsFloat) -> SupportsFloat:

@@ -52,6 +52,22 @@ def test_values_that_are_refused(tmp_path: Path, values: dict[str, object], erro
         sampler.log(1, values)  # type: ignore[arg-type]
 
 
+def test_names_that_come_later_end_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As after the first evaluation."""
+    now = 0.0
+    sampler = ScalarSampler(WorkerEventWriter(tmp_path / "events", round=1), clock=lambda: now)
+    for step in (1, 2, 3):
+        more = {f"n{n}": 1.0 for n in range(MAX_SCALARS + 1)} if step > 1 else {}
+        sampler.log(step, {"loss": 0.5, **more})
+        now += 10.0
+    events, errors = WorkerEventReader(tmp_path / "events").read()
+    assert not errors and [event.kind for event in events] == ["scalars", "message", "scalars", "scalars"]
+    assert [len(event.extra["values"]) for event in events if event.kind == "scalars"] == [1, MAX_SCALARS, MAX_SCALARS]
+    assert caplog.messages == [
+        f"session.log() takes at most {MAX_SCALARS} names in all: n{MAX_SCALARS - 1}, n{MAX_SCALARS} cannot be shown"
+    ]
+
+
 def test_values_that_are_not_finite_and_no_agent(tmp_path: Path) -> None:
     ScalarSampler(WorkerEventWriter(tmp_path / "events")).log(7, {"loss": float("nan"), "lr": 0.25})
     ((event,), _) = WorkerEventReader(tmp_path / "events").read()
