@@ -86,7 +86,7 @@ class RankLoader:
 
     def load_state_dicts(self, states: list[StateDict], rank: int, world_size: int) -> Reason:
         """Load the states of another number of ranks; returns a sentence about what cannot be continued, or ""."""
-        self.epoch = max(state["epoch"] for state in states)
+        self.epoch, self._samples = max(state["epoch"] for state in states), 0
         samples = min(state["samples"] for state in states if state["epoch"] == self.epoch)
         if not samples:
             return ""

@@ -193,6 +193,7 @@ def test_rank_loader_on_another_number_of_ranks_says_that_its_epoch_begins_again
     )
     assert (loader.epoch, next(iter(loader))) == (3, 2)
     assert loader.load_state_dicts([{"epoch": 1, "samples": 0, "loader": {}}], 0, 3) == ""
+    assert loader.state_dict()["samples"] == 0, "a process that stays has counted those before"
 
 
 def test_callers_random_stream_is_left_alone() -> None:
