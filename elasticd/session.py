@@ -70,7 +70,7 @@ _NEW, _STAYS = b"new", b"stays"
 _PHASES = {each.name.lower(): each for each in (Phase.STARTING, Phase.CHECKPOINT, Phase.EVAL)}
 
 
-def init(*, timeout: timedelta | None = None, decision_timeout: timedelta | None = None) -> Session:
+def init(*, timeout: timedelta | None = None, decision_timeout: float | timedelta | None = None) -> Session:
     """Join the job; every rank calls it once, before DDP is built.
 
     Sets the rank's device and makes the default process group with the device's default backend (nccl for CUDA, gloo
@@ -78,11 +78,11 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta | None
 
     Args:
         timeout: the process group's timeout, if it is made here; torch's default if None.
-        decision_timeout: how long a rank waits for another one's message before it raises DecisionTimeout; by default
-            as long as for a collective, and 10 minutes at least.
+        decision_timeout: how long a rank waits for another one's message before it raises DecisionTimeout, in seconds
+            or a timedelta; by default as long as for a collective, and 10 minutes at least.
 
-    Raises UsageError for an environment that cannot work, and inside what `Session.run` calls; and what torch raises
-    when the group cannot be made.
+    Raises UsageError for an environment or an argument that cannot work, and inside what `Session.run` calls; and what
+    torch raises when the group cannot be made.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -91,10 +91,11 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta | None
                 "init() inside what session.run() calls: use that session; integrations take it as session="
             )
         frame = frame.f_back
+    decision_s = None if decision_timeout is None else timeout_seconds(decision_timeout, "init(decision_timeout=...)")
     environment = process_group.read_environment()
     is_newcomer = newcomer.is_newcomer()
     group = newcomer.join(environment) if is_newcomer else process_group.join(environment, timeout)
-    return Session(environment, group, decision_timeout, timeout)
+    return Session(environment, group, decision_s, timeout)
 
 
 class Session:
@@ -104,10 +105,10 @@ class Session:
         self,
         environment: process_group.WorkerEnvironment,
         group: process_group.DefaultGroup,
-        decision_timeout: timedelta | None = None,
+        decision_s: float | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._timeout, self._decision_timeout = timeout, decision_timeout
+        self._timeout, self._decision_s = timeout, decision_s
         self._launch = launch_channel.from_environment()
         self._heartbeat = heartbeat.from_environment()
         self._issued = CollectiveCounter().issued
@@ -155,8 +156,7 @@ class Session:
         self._group = group
         self._heartbeat.use_session()
         self._events = worker_events.from_environment(environment.round, group.rank)
-        decision = self._decision_timeout
-        decision_s = default_timeout_s() if decision is None else decision.total_seconds()
+        decision_s = default_timeout_s() if self._decision_s is None else self._decision_s
         if self._is_ahead:
             self._channel = StoreChannel(group.rank, 1, None, "", decision_s)
         else:

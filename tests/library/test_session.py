@@ -210,6 +210,7 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "keep at least 1" in said["keep nothing"]
     assert "already uses" in said["another directory"]
     assert "before the first step" in said["restore after a step"]
+    assert "init(decision_timeout=...) is 0: give seconds" in said["no decision time"]
 
 
 def test_step_that_a_scaler_has_skipped_can_be_saved(start: Any, tmp_path: Path) -> None:

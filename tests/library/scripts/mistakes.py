@@ -30,6 +30,7 @@ def phase(session: elasticd.Session, name: str) -> None:
         pass
 
 
+attempt("no decision time", lambda: elasticd.init(decision_timeout=0))
 session = elasticd.init()
 attempt("restore without attach", session.restore)
 model = torch.nn.Linear(2, 2)
