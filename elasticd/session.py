@@ -67,6 +67,8 @@ _SCALER_MARK = "_per_optimizer_states"
 """An attribute of a GradScaler."""
 _NEW, _STAYS = b"new", b"stays"
 """The word of each rank about its process, at the beginning of a round."""
+_trained_directories: set[Path] = set()
+"""Those of all sessions of this process."""
 _PHASES = {each.name.lower(): each for each in (Phase.STARTING, Phase.CHECKPOINT, Phase.EVAL)}
 
 
@@ -326,6 +328,11 @@ class Session:
         if resumed is None and self._has_left:
             raise CheckpointError("the state of the round before is gone, and this process cannot begin anew")
         if resumed is not None:
+            if self._context.directory in _trained_directories and not self._has_left:
+                self._say_once(
+                    f"restore() has loaded step {resumed.step}, which an earlier session of this process has trained: "
+                    "another training, as of the next model, needs a directory of its own, restore(directory=...)"
+                )
             self._restored = True
             self._restored_at = training_state.random_state(self._group.device)
             self._steps = resumed.step
@@ -512,6 +519,7 @@ class Session:
         if self._is_attached_by_train and self._is_running and self._launch.is_connected:
             self._enter_train_with_attached()
         if self._attached and self._context.directory is not None:
+            _trained_directories.add(self._context.directory)
             if not self._has_called_restore:
                 self._channel.call = "step()"
                 restore.check_unrestored(self._context)

@@ -211,6 +211,7 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "already uses" in said["another directory"]
     assert "before the first step" in said["restore after a step"]
     assert "init(decision_timeout=...) is 0: give seconds" in said["no decision time"]
+    assert "loaded step 1, which an earlier session of this process has trained" in said["second session"]
 
 
 def test_step_that_a_scaler_has_skipped_can_be_saved(start: Any, tmp_path: Path) -> None:

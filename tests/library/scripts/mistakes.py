@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable
@@ -58,6 +59,11 @@ with tempfile.TemporaryDirectory() as directory:
     session.step()
     attempt("restore after a step", session.restore)
     session.close()
+    with elasticd.init() as another:
+        warned: list[logging.LogRecord] = []
+        logging.getLogger("elasticd").addFilter(lambda record: not warned.append(record))
+        another.attach(model=model).restore(directory)
+        said["second session"] = " ".join(record.getMessage() for record in warned)
 session.close()
 attempt("barrier after close", lambda: session.barrier("epoch"))
 sys.stdout.write(json.dumps(said) + "\n")
