@@ -6,6 +6,7 @@ session.attach(model=model, optimizer=optimizer, per_rank={"loader": loader})
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,8 @@ class RankLoader:
         """The batches of this rank and epoch that the loop has got."""
         self._per_batch = getattr(loader, "batch_size", None) or 1
         self._stopped = False
+        self._world_size = _world_size()
+        """The ranks among which the loader's own sampler shares out the data."""
 
     def on_stop(self) -> None:
         """The job stops: there are no more batches and no more epochs."""
@@ -85,12 +88,21 @@ class RankLoader:
             self._loader.load_state_dict(state["loader"])
 
     def load_state_dicts(self, states: list[StateDict], rank: int, world_size: int) -> Reason:
-        """Load the states of another number of ranks; returns a sentence about what cannot be continued, or ""."""
+        """Load the states of another number of ranks; returns a sentence about what cannot be continued, or "".
+
+        Raises UsageError in a process that stays, where the loader's sampler has the number of ranks of before.
+        """
+        sampler = getattr(self._loader, "sampler", None)
+        if hasattr(sampler, "num_replicas") and self._world_size != world_size:
+            raise UsageError(
+                f"RankLoader: its {type(sampler).__name__} was made for {self._world_size} ranks, and now there are "
+                f"{world_size}: make the loader in what session.run() calls"
+            )
         self.epoch, self._samples = max(state["epoch"] for state in states), 0
         samples = min(state["samples"] for state in states if state["epoch"] == self.epoch)
         if not samples:
             return ""
-        sampler, ranks = getattr(self._loader, "sampler", None), f"{len(states)} ranks, and now there are {world_size}"
+        ranks = f"{len(states)} ranks, and now there are {world_size}"
         load = getattr(sampler, "load_state_dict", None)
         if not hasattr(sampler, "num_replicas") or load is None:
             return f"epoch {self.epoch} begins again: its stream was read by {ranks}"
@@ -98,3 +110,9 @@ class RankLoader:
         self._samples, again = divmod(samples * len(states), world_size)
         load({"yielded": self._samples})
         return f"{again} samples are trained on again: the epoch was shared by {ranks}" if again else ""
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

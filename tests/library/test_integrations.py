@@ -196,6 +196,17 @@ def test_rank_loader_on_another_number_of_ranks_says_that_its_epoch_begins_again
     assert loader.state_dict()["samples"] == 0, "a process that stays has counted those before"
 
 
+def test_rank_loader_with_a_sampler_for_other_ranks() -> None:
+    """In a process that stays, the next round has another number of ranks than its sampler."""
+
+    class Sharing(StatefulLoader):
+        sampler = DistributedSampler(range(12), num_replicas=1, rank=0)
+
+    loader = RankLoader(Sharing())
+    with pytest.raises(UsageError, match="DistributedSampler was made for 1 ranks, and now there are 2"):
+        loader.load_state_dicts([{"epoch": 0, "samples": 0, "loader": {}}], 0, 2)
+
+
 def test_callers_random_stream_is_left_alone() -> None:
     before = torch.get_rng_state()
     list(ElasticLoader(shuffled(), 4))
