@@ -23,6 +23,7 @@ from elasticd.errors import Reason, RoundChanged
 from elasticd.process_group import DefaultGroup
 from elasticd.rejoin.data_parallel import DataParallelModules
 from elasticd.rejoin.launch_channel import NoLaunchChannel
+from elasticd.sampler import has_sampler_with_given_rank
 
 T = TypeVar("T")
 _DEVICE_ERRORS = ("CUDA error", "HIP error")
@@ -42,6 +43,8 @@ def reason_against_group(modules: DataParallelModules, group: DefaultGroup, coll
         return "the script makes the process group itself, before elasticd.init()"
     if len(_world.pg_map) > 1:
         return "the script makes another process group before session.run(): make it in what run() calls"
+    if has_sampler_with_given_rank():
+        return "an ElasticBatchSampler is given a rank before session.run(): leave rank= and world_size= out"
     if collectives != modules.collectives:
         return "the script uses collectives before session.run(): a new process would wait for the others in them"
     return modules.reason_against()

@@ -80,6 +80,11 @@ def follow_group() -> None:
             sampler._place_cursor(sampler._epoch, sampler._offset)
 
 
+def has_sampler_with_given_rank() -> bool:
+    """A sampler was given a rank and a world size, which it keeps when this process gets others."""
+    return any(not sampler._follows_group for sampler in _SAMPLERS)
+
+
 def usage_of(sampler: ElasticBatchSampler) -> SamplerUsage:
     return sampler._usage
 

@@ -85,7 +85,8 @@ called = torch.compile(model, backend=backend) if options.get("compile") == "out
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
 data = torch.utils.data.TensorDataset(torch.arange(48 * 8.0).view(48, 8).sin(), torch.arange(48.0).view(48, 1).cos())
-sampler = elasticd.ElasticBatchSampler(data, 12, seed=3)
+own_rank = {"rank": session.rank, "world_size": session.world_size} if options.get("preamble") == "rank" else {}
+sampler = elasticd.ElasticBatchSampler(data, 12, seed=3, **own_rank)
 optimizer.register_step_post_hook(count("optimizer"))
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=3)
 counter = Counter()
