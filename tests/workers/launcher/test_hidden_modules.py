@@ -58,3 +58,10 @@ def test_restore_brings_the_whole_batch(hidden: HiddenModules) -> None:
     importlib.import_module("whole_one")
     assert there() == MADE
     assert hidden not in sys.meta_path
+
+
+def test_modules_come_back_in_the_order_of_their_import(hidden: HiddenModules) -> None:
+    """Python ends modules in the reverse order, so that one which uses another ends first."""
+    importlib.import_module("whole_one")
+    users = ["second_one.inner.made", "nobodys_own", "second_one.inner", "second_one", "whole_one"]
+    assert [name for name in sys.modules if name in users] == users

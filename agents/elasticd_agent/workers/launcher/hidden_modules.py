@@ -136,9 +136,12 @@ class HiddenModules(importlib.abc.MetaPathFinder):
             yield
         # __mp_main__ is `multiprocessing`'s name for __main__, and the standard library stays
         stays = {"__mp_main__", *sys.stdlib_module_names}
-        for name in sorted(set(sys.modules) - before):
-            if name.partition(".")[0] not in stays:
-                batch.modules[name] = sys.modules[name]
+        # In their order: Python ends modules in the reverse of it.
+        batch.modules = {
+            name: module
+            for name, module in sys.modules.items()
+            if name not in before and name.partition(".")[0] not in stays
+        }
         self.batches.append(batch)
 
     def hide_all(self) -> None:
