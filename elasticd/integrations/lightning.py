@@ -124,6 +124,8 @@ class ElasticdCallback:
         optimizers = {f"optimizer{n or ''}": optimizer for n, optimizer in enumerate(trainer.optimizers)}
         schedulers = {f"scheduler{n or ''}": config.scheduler for n, config in enumerate(trainer.lr_scheduler_configs)}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(_call_closure_first)  # before the session's, which begins a change
         self.session.attach(
             model=trainer.strategy.model,
             sampler=self._loader.sampler,
@@ -175,6 +177,17 @@ class ElasticdCallback:
     def on_save_checkpoint(self, *_: Any) -> None:
         self._phase.close()
         self._phase.enter_context(self.session.phase("checkpoint"))
+
+
+def _call_closure_first(optimizer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Make the forward and the backward pass, which Lightning does within `optimizer.step(closure)`, before that step
+    counts as begun: a rank waits for the others there. An optimizer that may call the closure again keeps it.
+    """
+    closure, kind = options.get("closure"), type(optimizer)
+    if closure is None or not kind.__module__.startswith("torch.optim.") or kind.__name__ == "LBFGS":
+        return None
+    loss = closure()
+    return args, {**options, "closure": lambda: loss}
 
 
 class _TrainerState:

@@ -119,6 +119,30 @@ def test_values_of_hooks_and_callbacks_come_back_as_they_were(tmp_path: Path) ->
     assert data.version == 3
 
 
+class Standing(lightning_fit.Regression):
+    """Knows whether its forward pass is within an optimizer's step, where no rank can save at a fault."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind, self.within = kind, set()
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.01)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        (elastic,) = [each for each in self.trainer.callbacks if isinstance(each, ElasticdCallback)]
+        self.within.add(elastic.session._optimized)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(("kind", "within"), [(torch.optim.Adam, {False}), (torch.optim.LBFGS, {True})])
+def test_forward_pass_is_before_the_optimizers_step(tmp_path: Path, kind: Any, within: set[bool]) -> None:
+    """Unless the optimizer makes several of them."""
+    module = Standing(kind)
+    fit(tmp_path, 2, module, [])
+    assert module.within == within
+
+
 def test_averaged_weights_continue(tmp_path: Path) -> None:
     """Lightning's own callback swaps weights in its hooks."""
     finals = []
