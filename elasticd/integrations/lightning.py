@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -147,8 +148,11 @@ class ElasticdCallback:
 
         weighted.unweighted = backward  # type: ignore[attr-defined]  # a module may be fitted again
         pl_module.backward = weighted
-        # Lightning's handler calls a collective from wherever the signal comes; the session's only notes it.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Lightning's handler calls a collective from wherever the signal comes; the session's only notes it, and one
+        # of the script stays.
+        if threading.current_thread() is threading.main_thread():
+            before = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def _loss_scale(self, trainer: Any) -> float:
         assert self._loader is not None

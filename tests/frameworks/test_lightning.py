@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +143,29 @@ def test_forward_pass_is_before_the_optimizers_step(tmp_path: Path, kind: Any, w
     module = Standing(kind)
     fit(tmp_path, 2, module, [])
     assert module.within == within
+
+
+class Watcher(lightning.Callback):
+    def __init__(self) -> None:
+        self.handlers: set[Any] = set()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.handlers.add(signal.getsignal(signal.SIGTERM))
+
+
+def test_handler_of_the_script_stays(tmp_path: Path) -> None:
+    own, watcher = (lambda *_: None), Watcher()
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        fit(tmp_path, 1, lightning_fit.Regression(), [watcher])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert watcher.handlers == {own}
+
+
+def test_fit_in_another_thread(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fit, tmp_path, 1, lightning_fit.Regression(), []).result()
 
 
 def test_averaged_weights_continue(tmp_path: Path) -> None:
