@@ -22,6 +22,9 @@ from elasticd.integrations import check_world_size
 
 TESTED_MAJOR_VERSIONS = {"transformers": 5, "lightning": 2, "pytorch_lightning": 2}
 """The major versions that tests/frameworks has tried."""
+_SECOND_TRAINING = "this process has trained already, and its checkpoints are those of that training"
+_ended_trainings: list[Any] = []
+"""The callbacks of those that have ended: a further one would take their checkpoints for its own."""
 
 
 def integrate(module: Any) -> None:
@@ -58,9 +61,12 @@ def _train(original: Callable[..., Any], trainer: Any, *args: Any, **options: An
 
     from elasticd.integrations.transformers import ElasticdCallback
 
+    _withdraw_ended()
     if any(isinstance(callback, ElasticdCallback) for callback in trainer.callback_handler.callbacks):
         return original(trainer, *args, **options)
     try:
+        if _ended_trainings:
+            raise UsageError(_SECOND_TRAINING)
         if isinstance(trainer.train_dataset, IterableDataset) or trainer.train_dataset is None:
             raise UsageError("its training data is a stream")
         elastic = ElasticdCallback(trainer)
@@ -69,9 +75,11 @@ def _train(original: Callable[..., Any], trainer: Any, *args: Any, **options: An
         return original(trainer, *args, **options)
     # A subclass may have come here from a `train` of its own, which must not begin again.
     elastic._original["train"] = functools.partial(original, trainer)
+    elastic.give_back("train")  # the next training comes here, too
     trainer.add_callback(elastic)
     result = elastic._train(*args, **options)
     _exit_if_stopped(elastic.session)
+    _ended_trainings.append(elastic)
     return result
 
 
@@ -83,11 +91,14 @@ def _fit(
     from elasticd.integrations.lightning import ElasticdCallback
     from elasticd.integrations.loader import ElasticLoader, batch_sampler_of
 
+    _withdraw_ended()
     if isinstance(train_dataloaders, ElasticLoader) or any(
         isinstance(callback, ElasticdCallback) for callback in trainer.callbacks
     ):
         return original(trainer, model, train_dataloaders, *args, **options)
     try:
+        if _ended_trainings:
+            raise UsageError(_SECOND_TRAINING)
         if not isinstance(train_dataloaders, DataLoader):
             raise UsageError("fit(model, loader) is given no DataLoader for training")
         accumulates, size = trainer.accumulate_grad_batches, batch_sampler_of(train_dataloaders).batch_size
@@ -103,7 +114,13 @@ def _fit(
     trainer.callbacks.append(elastic)
     result = original(trainer, model, loader, *args, **options)
     _exit_if_stopped(elastic.session)
+    _ended_trainings.append(elastic)
     return result
+
+
+def _withdraw_ended() -> None:
+    for elastic in _ended_trainings:
+        elastic.withdraw()
 
 
 def _prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:

@@ -69,6 +69,8 @@ class ElasticdCallback:
         self._loader: ElasticLoader | None = None
         self._phase = ExitStack()
         self._global_step = 0
+        self._fitted: Any = None
+        """The trainer and its module, while the callback is theirs."""
 
     @property
     def environment(self) -> Any:
@@ -100,6 +102,14 @@ class ElasticdCallback:
         """
         self._loader = ElasticLoader(loader, self._global_batch, per_rank_batch, seed)
         return self._loader
+
+    def withdraw(self) -> None:
+        """Leave trainer and module as they were: their next training is none of this session, whose group it uses."""
+        if self._fitted is None:
+            return
+        (trainer, module), self._fitted = self._fitted, None
+        trainer.callbacks.remove(self)
+        module.backward = module.backward.unweighted
 
     # --- Lightning's hooks -------------------------------------------------------------------------------------------
 
@@ -148,6 +158,7 @@ class ElasticdCallback:
 
         weighted.unweighted = backward  # type: ignore[attr-defined]  # a module may be fitted again
         pl_module.backward = weighted
+        self._fitted = trainer, pl_module
         # Lightning's handler calls a collective from wherever the signal comes; the session's only notes it, and one
         # of the script stays.
         if threading.current_thread() is threading.main_thread():

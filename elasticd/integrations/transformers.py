@@ -91,6 +91,8 @@ class ElasticdCallback:
         """The actions that a fault has kept it from after the step that was resumed from."""
         args.ignore_data_skip = True
         args.average_tokens_across_devices = True  # however many labels each rank has
+        self._replaced = {name: vars(trainer)[name] for name in _WRAPPED_METHODS if name in vars(trainer)}
+        self._is_withdrawn = False
         self._original = {name: getattr(trainer, name) for name in _WRAPPED_METHODS}
         for name in _WRAPPED_METHODS:
             setattr(trainer, name, getattr(self, f"_{name}"))
@@ -99,6 +101,21 @@ class ElasticdCallback:
         if name.startswith("on_"):  # an event that nothing is done for
             return lambda *_, **__: None
         raise AttributeError(name)
+
+    def withdraw(self) -> None:
+        """Leave the trainer as it was made: its next training is none of this session."""
+        if self._is_withdrawn:
+            return
+        self._is_withdrawn = True
+        self._trainer.remove_callback(self)
+        for name in _WRAPPED_METHODS:
+            self.give_back(name)
+
+    def give_back(self, name: str) -> None:
+        """Undo the wrapping of a method."""
+        vars(self._trainer).pop(name, None)
+        if name in self._replaced:
+            setattr(self._trainer, name, self._replaced[name])
 
     # --- what the trainer calls in place of its own methods ----------------------------------------------------------
 

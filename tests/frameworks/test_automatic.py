@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
 import transformers.trainer
+from torch.utils.data import DataLoader, TensorDataset
 
 from elasticd.integrations import automatic
 from elasticd.integrations.transformers import ElasticdCallback
+from examples import lightning_fit
 from tests.examples.launching import REPOSITORY, Ran, Run
 from tests.frameworks.jobs import Job
 from tests.frameworks.test_loops import FRAMEWORKS, TRANSFORMERS, Framework
@@ -107,6 +110,9 @@ def method() -> Iterator[None]:
     automatic.say_once.cache_clear()
     yield
     transformers.trainer.Trainer.train = before
+    for elastic in automatic._ended_trainings:
+        elastic.session.close()
+    automatic._ended_trainings.clear()
 
 
 @pytest.mark.usefixtures("method")
@@ -116,6 +122,44 @@ def test_unknown_version_is_left_alone(monkeypatch: pytest.MonkeyPatch, capsys: 
     automatic.integrate(transformers.trainer)
     assert transformers.trainer.Trainer.train is before
     assert "transformers 6.0.1 is left alone: only version 5 is tested" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("method")
+@pytest.mark.filterwarnings("default")
+def test_second_training_does_not_continue_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for each part of a cross-validation."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setenv("ELASTICD_CHECKPOINT_DIR", str(tmp_path / "own"))
+    automatic.integrate(transformers.trainer)
+    steps: list[int] = []
+    for part in range(2):
+        one = trainer(tmp_path / f"{part}", save_strategy="no")
+        one.compute_loss = lambda *given, known=one.compute_loss, **options: steps.append(1) or known(*given, **options)
+        one.train()
+        if not part:
+            one.train()
+    assert len(steps) == 6
+    assert "Trainer is left alone: this process has trained already" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("method")
+@pytest.mark.filterwarnings("default")
+def test_second_fit_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same module, by the same trainer and by another one."""
+    monkeypatch.setattr(lightning.Trainer, "fit", lightning.Trainer.fit)
+    monkeypatch.setenv("ELASTICD_CHECKPOINT_DIR", str(tmp_path / "own"))
+    automatic.integrate(lightning.pytorch)
+    module, x = lightning_fit.Regression(), torch.randn(8, 8)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    for _ in range(2):
+        trainer = lightning.Trainer(max_epochs=1, **quiet)
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, DataLoader(TensorDataset(x, x), batch_size=4))
+        assert trainer.global_step == 4
+    assert len(automatic._ended_trainings) == 1
 
 
 @pytest.mark.usefixtures("method")
