@@ -49,7 +49,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, **opt
         code = _run_supervisor([sys.executable, "-m", "elasticd_agent", "run", *flags, "-m", WORKER_MODULE, directory])
         if code:
             raise LaunchError(_failure_message(call, code), exit_code=code)
-        return {int(path.suffix[1:]): pickle.loads(path.read_bytes()) for path in sorted(call.glob("value.*"))}
+        return _values_of_last_round(call)
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -91,6 +91,13 @@ def _run_supervisor(command: list[str]) -> int:
         raise
 
 
+def _values_of_last_round(call: Path) -> dict[int, Any]:
+    """The value of each rank; a rank that ended in a round before may be another one's number now."""
+    last = max((int(path.suffixes[0][1:]) for path in call.glob("value.*")), default=0)
+    paths = {int(path.suffix[1:]): path for path in call.glob(f"value.{last}.*")}
+    return {rank: pickle.loads(paths[rank].read_bytes()) for rank in sorted(paths)}
+
+
 def _failure_message(call: Path, code: int) -> str:
     """The error of the rank that failed first in the last round that had one."""
     errors = sorted(call.glob("error.*"), key=lambda path: (-int(path.suffixes[0][1:]), path.stat().st_mtime_ns))
@@ -102,16 +109,22 @@ def _failure_message(call: Path, code: int) -> str:
 
 def main(directory: Path) -> None:
     """The worker's script."""
-    rank, round = os.environ["RANK"], os.environ.get("ELASTICD_ROUND", "0")
+    rank = os.environ["RANK"]
     try:
         preparation, content = pickle.loads((directory / "call").read_bytes())
         multiprocessing.spawn.prepare(preparation)
         function, args = pickle.loads(content)
-        _write_atomically(directory / f"value.{rank}", pickle.dumps(function(*args)))
+        value = pickle.dumps(function(*args))
+        _write_atomically(directory / f"value.{_round_and_rank(rank)}", value)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            _write_atomically(directory / f"error.{round}.{rank}", traceback.format_exc().encode())
+            _write_atomically(directory / f"error.{_round_and_rank(rank)}", traceback.format_exc().encode())
         raise
+
+
+def _round_and_rank(rank: str) -> str:
+    """Those of now: a process that stays (`Session.run`) may have begun as another `rank`."""
+    return f"{os.environ.get('ELASTICD_ROUND', '0')}.{os.environ.get('RANK', rank)}"
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

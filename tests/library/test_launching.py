@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import elasticd
+from elasticd import launching
 from tests.faults.job import REPOSITORY
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])}
@@ -68,6 +69,26 @@ def test_interrupt_ends_the_workers(tmp_path: Path) -> None:
     started.send_signal(signal.SIGINT)
     _, err = started.communicate(timeout=60)
     assert "KeyboardInterrupt" in err
+
+
+def renumber() -> int:
+    """What `Session.run` does in a process that stays: rank 1 of round 1 is rank 0 of round 2."""
+    if os.environ["RANK"] == "1":
+        os.environ.update(RANK="0", ELASTICD_ROUND="2")
+    return os.getpid()
+
+
+def test_values_are_those_of_the_last_round_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_workers(command: list[str]) -> int:
+        for rank in "012":
+            own = {**ENVIRONMENT, "RANK": rank, "ELASTICD_ROUND": "1"}
+            pids.append(started := subprocess.Popen([sys.executable, *command[-3:]], env=own))
+            assert started.wait(60) == 0
+        return 0
+
+    pids: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(launching, "_run_supervisor", run_workers)
+    assert elasticd.launch(renumber) == {0: pids[1].pid}
 
 
 def test_function_that_no_worker_can_load_is_refused() -> None:
