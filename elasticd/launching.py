@@ -28,6 +28,11 @@ from elasticd.errors import LaunchError, UsageError
 WORKER_MODULE = "elasticd.launching"
 _PARENT_ONLY_PREPARATION = ("authkey", "log_to_stderr", "log_level", "name", "start_method", "orig_dir")
 """Entries that `multiprocessing` hands to its own children only."""
+_END_WITH_CALLER = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "  # PR_SET_PDEATHSIG, SIGTERM
+    "os.execv(sys.argv[2], sys.argv[2:]) if os.getppid() == int(sys.argv[1]) else sys.exit(1)"
+)
+"""Becomes the supervisor, which gets SIGTERM when the caller is killed: nobody else would end the job."""
 
 
 def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, **options: Any) -> dict[int, Any]:
@@ -82,7 +87,7 @@ def _flag_words(name: str, value: Any) -> list[str]:
 
 def _run_supervisor(command: list[str]) -> int:
     """The exit code of the supervisor. An interrupt is passed on to it and raised once it has ended."""
-    process = subprocess.Popen(command)
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", _END_WITH_CALLER, str(os.getpid()), *command])
     try:
         return process.wait()
     except BaseException:

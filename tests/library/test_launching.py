@@ -71,6 +71,16 @@ def test_interrupt_ends_the_workers(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in err
 
 
+def test_job_ends_with_a_caller_that_is_killed(tmp_path: Path) -> None:
+    started = start(tmp_path, "wait", str(tmp_path))
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / rank).exists() for rank in "01"):
+        assert started.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    started.kill()
+    started.communicate(timeout=30)  # until no process of the job has the output
+
+
 def renumber() -> int:
     """What `Session.run` does in a process that stays: rank 1 of round 1 is rank 0 of round 2."""
     if os.environ["RANK"] == "1":
