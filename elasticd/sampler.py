@@ -81,8 +81,8 @@ def follow_group() -> None:
 
 
 def has_sampler_with_given_rank() -> bool:
-    """A sampler was given a rank and a world size, which it keeps when this process gets others."""
-    return any(not sampler._follows_group for sampler in _SAMPLERS)
+    """A sampler was given a rank among several, which it keeps when this process gets another one."""
+    return any(not sampler._follows_group and sampler._world_size > 1 for sampler in _SAMPLERS)
 
 
 def usage_of(sampler: ElasticBatchSampler) -> SamplerUsage:

@@ -56,7 +56,7 @@ def _taint_matches(key: str, effect: str, pattern: str) -> bool:
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
-    """True if the toleration is for this taint, as Kubernetes decides it: no key is every key, no effect every effect."""
+    """True if the toleration is for this taint, by the rule of Kubernetes: no key is every key, no effect every one."""
     fits = all(toleration.get(name) in (None, "", taint[name]) for name in ("key", "effect"))
     return fits and (
         toleration.get("operator") == "Exists" or (toleration.get("value") or "") == (taint.get("value") or "")
