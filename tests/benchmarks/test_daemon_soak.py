@@ -43,6 +43,7 @@ def test_agents_under_faults_keep_promises(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.timeout(400)
 def test_agents_beside_an_adversary_keep_promises() -> None:
     if why := missing():
         pytest.skip(why)

@@ -27,11 +27,14 @@ for node in "${nodes[@]}"; do wait $node; code=$(($? > code ? $? : code)); done
 exit $code
 """
 RANKS = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK".split()
 found = {name: int(os.environ[name]) for name in names} | {"node": os.environ["NODE"]}
 MORE
-pathlib.Path(os.environ["OUT"], f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+out, until = pathlib.Path(os.environ["OUT"]), time.monotonic() + 60
+(out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+while len(list(out.glob("rank-*.json"))) < found["WORLD_SIZE"] and time.monotonic() < until:
+    time.sleep(0.01)  # the first one that fails ends the others
 sys.exit(int(sys.argv[1]))
 """
 
