@@ -165,7 +165,7 @@ def _run_agent(
         loop.set_address(address)
         inbox.put(Wakeup())
 
-    _find_address(lambda: _advertised_address(settings, rendezvous, serving.address), use, journal.warn)
+    find_address(lambda: _advertised_address(settings, rendezvous, serving.address), use, journal.warn)
     return _run_loop(loop, parts, code)
 
 
@@ -325,7 +325,7 @@ def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> Monitor
     return MonitoringPages(page, status, healthy, ready=lambda: HealthProbeResult(*loop.readiness()))
 
 
-def _find_address(find: Callable[[], str], use: Callable[[str], None], warn: Callable[[str], None]) -> None:
+def find_address(find: Callable[[], str], use: Callable[[str], None], warn: Callable[[str], None]) -> None:
     """Use what `find` returns; while the store's name is unknown in a thread, since the jobs here need an agent."""
     try:
         return use(run_within(ADDRESS_TIMEOUT_S, find))

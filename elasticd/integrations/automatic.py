@@ -23,7 +23,7 @@ from elasticd.integrations import check_world_size
 TESTED_MAJOR_VERSIONS = {"transformers": 5, "lightning": 2, "pytorch_lightning": 2}
 """The major versions that tests/frameworks has tried."""
 _SECOND_TRAINING = "this process has trained already, and its checkpoints are those of that training"
-_ended_trainings: list[Any] = []
+ended_trainings: list[Any] = []
 """The callbacks of those that have ended: a further one would take their checkpoints for its own."""
 
 
@@ -65,7 +65,7 @@ def _train(original: Callable[..., Any], trainer: Any, *args: Any, **options: An
     if any(isinstance(callback, ElasticdCallback) for callback in trainer.callback_handler.callbacks):
         return original(trainer, *args, **options)
     try:
-        if _ended_trainings:
+        if ended_trainings:
             raise UsageError(_SECOND_TRAINING)
         if isinstance(trainer.train_dataset, IterableDataset) or trainer.train_dataset is None:
             raise UsageError("its training data is a stream")
@@ -79,7 +79,7 @@ def _train(original: Callable[..., Any], trainer: Any, *args: Any, **options: An
     trainer.add_callback(elastic)
     result = elastic._train(*args, **options)
     _exit_if_stopped(elastic.session)
-    _ended_trainings.append(elastic)
+    ended_trainings.append(elastic)
     return result
 
 
@@ -97,7 +97,7 @@ def _fit(
     ):
         return original(trainer, model, train_dataloaders, *args, **options)
     try:
-        if _ended_trainings:
+        if ended_trainings:
             raise UsageError(_SECOND_TRAINING)
         if not isinstance(train_dataloaders, DataLoader):
             raise UsageError("fit(model, loader) is given no DataLoader for training")
@@ -114,12 +114,12 @@ def _fit(
     trainer.callbacks.append(elastic)
     result = original(trainer, model, loader, *args, **options)
     _exit_if_stopped(elastic.session)
-    _ended_trainings.append(elastic)
+    ended_trainings.append(elastic)
     return result
 
 
 def _withdraw_ended() -> None:
-    for elastic in _ended_trainings:
+    for elastic in ended_trainings:
         elastic.withdraw()
 
 

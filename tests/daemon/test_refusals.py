@@ -87,7 +87,7 @@ def test_address_is_used_once_a_name_of_the_store_is_known(monkeypatch: pytest.M
         return str(answer)
 
     said: list[str] = []
-    agent._find_address(find, used.put, said.append)
+    agent.find_address(find, used.put, said.append)
     assert used.get(timeout=30) == "10.0.0.1:9411"
     assert said == ["etcd:2379 cannot be resolved; until then other nodes cannot ask this one"]
 
@@ -99,7 +99,7 @@ def test_name_server_that_does_not_answer_does_not_keep_an_agent_from_its_start(
     monkeypatch.setattr(agent, "ADDRESS_RETRY_S", 0.01)
     answers, used = threading.Event(), queue.SimpleQueue[str]()
     said: list[str] = []
-    agent._find_address(lambda: "10.0.0.1:9411" * answers.wait(30), used.put, said.append)
+    agent.find_address(lambda: "10.0.0.1:9411" * answers.wait(30), used.put, said.append)
     assert said == ["no name of the store was resolved within 0.05 s; until then other nodes cannot ask this one"]
     answers.set()
     assert used.get(timeout=30) == "10.0.0.1:9411"

@@ -110,9 +110,9 @@ def method() -> Iterator[None]:
     automatic.say_once.cache_clear()
     yield
     transformers.trainer.Trainer.train = before
-    for elastic in automatic._ended_trainings:
+    for elastic in automatic.ended_trainings:
         elastic.session.close()
-    automatic._ended_trainings.clear()
+    automatic.ended_trainings.clear()
 
 
 @pytest.mark.usefixtures("method")
@@ -159,7 +159,7 @@ def test_second_fit_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(module, DataLoader(TensorDataset(x, x), batch_size=4))
         assert trainer.global_step == 4
-    assert len(automatic._ended_trainings) == 1
+    assert len(automatic.ended_trainings) == 1
 
 
 @pytest.mark.usefixtures("method")
