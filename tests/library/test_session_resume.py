@@ -88,7 +88,8 @@ def test_restore_skips_damaged_checkpoints(start: Any, tmp_path: Path, whole: in
 def test_unshared_directory_is_reported_and_rank_0_sends(start: Any, tmp_path: Path) -> None:
     directory, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
     start("toy.py", {"directory": directory, "steps": 6}).results()
-    job = start("toy.py", {"directory": directory, "apart": elsewhere}, round=2)
+    nodes = [{"GROUP_RANK": "0"}, {"GROUP_RANK": "1"}]
+    job = start("toy.py", {"directory": directory, "apart": elsewhere}, round=2, each_env=nodes, GROUP_WORLD_SIZE="2")
     uninterrupted = start("toy.py", {"directory": str(tmp_path / "whole")}, round=2)
     for first, second in zip(uninterrupted.results(), job.results(), strict=True):
         assert {**first, "resumed": [1, 6, 2]} == second

@@ -97,9 +97,9 @@ def test_engine_of_another_package_is_refused(module: str) -> None:
 
 
 def test_unshared_directory_is_refused(start: Any, tmp_path: Path) -> None:
-    own = [{"ELASTICD_CHECKPOINT_DIR": str(tmp_path / name)} for name in ("a", "b")]
     (tmp_path / "b").mkdir()
-    job = start("sharded.py", {}, world_size=2, each_env=own)
+    own = [{"ELASTICD_CHECKPOINT_DIR": str(tmp_path / name), "GROUP_RANK": str(node)} for node, name in enumerate("ab")]
+    job = start("sharded.py", {}, world_size=2, each_env=own, GROUP_WORLD_SIZE="2")
     assert job.codes() == [1, 1]
     for rank in job.ranks:
         assert "rank 1 does not see what rank 0 writes in" in rank.errors()
