@@ -47,6 +47,7 @@ from elasticd.checkpointing.at_fault import committed_state, held_commit, step_f
 from elasticd.checkpointing.at_fault.donor import Donor
 from elasticd.checkpointing.choice import Choice, Chooser, OpenState, StateSource
 from elasticd.checkpointing.context import SaveContext
+from elasticd.checkpointing.directory_writes import PATIENCE_SHARE
 from elasticd.checkpointing.memory import held_states
 from elasticd.checkpointing.memory.buffers import Snapshot, donor_of
 from elasticd.checkpointing.memory.held_states import ShardsInMemory
@@ -238,11 +239,12 @@ class Restore:
     def _wait_for_shards(self) -> None:
         """Wait for the sharded states that earlier rounds have copied to be written: they are the newest ones."""
         writer, channel, rank = self._context.writer, self._context.channel, self._context.group.rank
+        patience_s = PATIENCE_SHARE / 2 * channel.timeout_s  # rank 0's node waits after the others, which wait for it
 
         def settle() -> None:
             if writer is not None and writer.share == 0:
                 with contextlib.suppress(OSError, SnapshotRefused):
-                    writer.are_shards_pending(True, channel.timeout_s, LOST_PART_WAIT_S)
+                    writer.are_shards_pending(True, patience_s, LOST_PART_WAIT_S)
 
         if rank != 0:
             settle()
