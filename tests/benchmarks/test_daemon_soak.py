@@ -32,7 +32,7 @@ FAULTS = (
 def short_soak(work: Path, hostile: bool) -> None:
     said: list[str] = []
     faults = (*FAULTS, "poison", "poison", "poison") if hostile else FAULTS
-    found = soak(work, faults, 3, 1, 60.0, said.append, steps=(40, 100), lasts_s=(0.5, 3.0), hostile=hostile)
+    found = soak(work, faults, 3, 1, 200.0, said.append, steps=(40, 100), lasts_s=(0.5, 3.0), hostile=hostile)
     assert not found, "\n".join([*said, *found])
     assert [line.split(None, 1)[1] for line in said if line.split()[0].isdigit()]
 
