@@ -13,6 +13,7 @@ import os
 import pickle
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,9 @@ SLEEP_BEFORE_DESTROY_S = 0.02
 """A sleep before the group is destroyed. Gloo's thread may still need the GIL to release its last collective; if DDP's
 reducer then holds the last reference to the process group, it joins that thread under the GIL, for ever
 (pytorch/pytorch#56297). The sleep lets the thread finish."""
+
+_groups_made: Counter[tuple[str | None, ...]] = Counter()
+"""The number of default groups that `join` has made, by the address and port of their store and by round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,27 @@ def join(environment: WorkerEnvironment, timeout: timedelta | None, device: torc
             arguments["device_id"] = device
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             arguments.update(store=HashStore(), rank=0, world_size=1)
+        else:
+            arguments.update(_later_group(environment.round, timeout))
         dist.init_process_group(**arguments)
     return DefaultGroup(dist.get_rank(), dist.get_world_size(), device, created)
+
+
+def _later_group(round: int, timeout: timedelta | None) -> dict[str, Any]:
+    """Arguments of a second group of one process and round: its store has the addresses of the first under torch's
+    keys, and a rank that connects to them waits for one that has gone.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    where = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(round)
+    _groups_made[where] += 1
+    if _groups_made[where] == 1:
+        return {}
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store, rank, world_size = next(rendezvous("env://", **options))
+    prefix = f"elasticd/group/{_groups_made[where]}"
+    return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
 def leave(group: DefaultGroup) -> None:
