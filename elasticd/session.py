@@ -181,7 +181,7 @@ class Session:
         if self._attached:
             self._omissions.watch_attached()
         self._donor: Donor | None = None
-        self._optimized = False
+        self.has_optimized = False
         """An optimizer has begun a step since the last `step()`."""
         self._was_optimized = True
         """The same of the step before that call."""
@@ -430,9 +430,9 @@ class Session:
 
     def _how_to_save(self) -> dict[str, Any]:
         """The choice of rank 0 for all ranks of what `save()` does."""
-        if self._should_stop and self._optimized:
+        if self._should_stop and self.has_optimized:
             return {"how": "after a stop"}
-        if self._optimized or not (self._was_optimized or not self._has_gradients()):
+        if self.has_optimized or not (self._was_optimized or not self._has_gradients()):
             return {"how": "inside a step"}
         is_changed = self._between_steps is not None and self._between_steps.is_changed()
         if is_changed and self._should_stop:
@@ -469,7 +469,7 @@ class Session:
         self._issued_before, self._issued_at_step = self._issued_at_step, (issued := self._issued())
         self._heartbeat.step(self._steps, issued=issued)
         self._channel.call = "step()"
-        self._was_optimized, self._optimized = self._has_updated_scaler() or self._optimized, False
+        self._was_optimized, self.has_optimized = self._has_updated_scaler() or self.has_optimized, False
         if self._saver.due_by_steps(self._steps):
             self._is_put_off, self._due = True, str(self._context.every)
         decision = self._decisions.decide_at(self._steps, self._is_put_off)
@@ -538,7 +538,7 @@ class Session:
 
     def _begin_donor(self) -> Donor:
         holds = not self._is_attached_by_train
-        return Donor(self._context, self._attached, self._optimized, self._is_in_step, self._launch, holds)
+        return Donor(self._context, self._attached, self.has_optimized, self._is_in_step, self._launch, holds)
 
     def _hold_restored(self) -> None:
         """The restored state is one that this rank can save at a fault before its first step."""
@@ -839,7 +839,7 @@ class Session:
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._launch.raise_if_changed()
-        self._optimized = True
+        self.has_optimized = True
         self._saver.compared_state.stepped.add(id(optimizer))
         if self._between_steps is not None and not self._between_steps.has_begun:
             self._on_step_begin(is_certain=False)

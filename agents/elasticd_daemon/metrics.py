@@ -303,13 +303,13 @@ class RunnerScraper:
         until = time.monotonic() + SCRAPE_TIMEOUT_S
         self._last = {key: known for key, known in list(self._last.items()) if key in jobs}
         if len(jobs) < 2:
-            pages = [self._fetch_page(key, until) for key in jobs]
+            pages = [self.fetch_page(key, until) for key in jobs]
         else:
             with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL_SCRAPES), "elasticd-scrape") as pool:
-                pages = list(pool.map(lambda key: self._fetch_page(key, until), jobs))
+                pages = list(pool.map(lambda key: self.fetch_page(key, until), jobs))
         return [page for page in pages if page]
 
-    def _fetch_page(self, key: tuple[str, int], until: float) -> bytes:
+    def fetch_page(self, key: tuple[str, int], until: float) -> bytes:
         """Return a runner's page, or its last one while that is younger than LAST_PAGE_KEPT_S."""
         left = until - time.monotonic()
         try:

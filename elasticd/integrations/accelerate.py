@@ -119,7 +119,7 @@ class ElasticDataLoader(ElasticLoader):
 
     def _end_left_step(self) -> None:
         """End the step after which the loop has left its iteration; its last batch may also be one that it only saw."""
-        if self._micro == self.sampler.accumulate - 1 and self.session._optimized:
+        if self._micro == self.sampler.accumulate - 1 and self.session.has_optimized:
             self.session.step()
         self._micro = None
 

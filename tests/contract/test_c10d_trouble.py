@@ -55,7 +55,7 @@ class Agents:
 
 
 def helper(store: C10dStore) -> psutil.Process:
-    found = store._helper
+    found = store.helper
     return psutil.Process(found.process.pid)
 
 

@@ -53,7 +53,7 @@ def test_two_scrapes_at_once() -> None:
 
     class Jobs(list[tuple[str, int]]):
         def __contains__(self, key: object) -> bool:
-            scraper._fetch_page(("b", 1), time.monotonic() + 1)  # what another thread may do at this moment
+            scraper.fetch_page(("b", 1), time.monotonic() + 1)  # what another thread may do at this moment
             return True
 
     scraper.scrape([("a", 1)])

@@ -133,7 +133,7 @@ class Standing(lightning_fit.Regression):
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         (elastic,) = [each for each in self.trainer.callbacks if isinstance(each, ElasticdCallback)]
-        self.within.add(elastic.session._optimized)
+        self.within.add(elastic.session.has_optimized)
         return super().training_step(batch)
 
 

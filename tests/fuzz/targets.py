@@ -309,7 +309,7 @@ def targets() -> Iterator[dict[str, Target]]:
         other = NodeStatus("n2", "i2", 2, "127.0.0.1:9", elasticd="0.1.0")
         assert pages.store.announce(keys.NODES + "n2", other.to_json(), 1e6) is not None
         peers = _Peers()
-        pages.service._cluster = ClusterReader(pages.service.local, cast(Any, peers))
+        pages.service.cluster = ClusterReader(pages.service.local, cast(Any, peers))
         logs = Path(place) / "logs"
         shutil.copytree(EVIDENCE, logs)
 

@@ -261,6 +261,8 @@ def test_stopped_process_has_its_own_limit() -> None:
     assert verdict.why.endswith("is stopped (state T) for 1.5 s; the limit is 2.5 s")
     verdict = hang_of([report(*aged(2.6, WAITS), replace(stopped, stopped_s=2.5), deadline_s=1)], ["a"], POLICY)
     assert (verdict.culprits, verdict.cause) == ((RankLocation("a", 1, 1),), "stopped")
+    slow = report(*aged(100, WAITS, replace(SLEEPS, state="T", stopped_s=1.5)), deadline_s=1)
+    assert isinstance(judge([slow], ["a"], POLICY), SuspectedHang), "it was slow, and is stopped only now"
 
 
 @pytest.mark.parametrize(("others", "so"), [((), ""), ((2,), "; so is rank 2 on a"), ((2, 3), "; so are rank 2 on a")])

@@ -708,7 +708,7 @@ def test_part_of_a_sharded_state_stays_while_the_next_one_is_copied(
         writer = Writer(listener, buffers)
         for number in (1, 2, 3):
             begin = {"round": 1, "number": number, "share": 0, "shares": 1, "size": SIZE, "copies": 1, "digest": ""}
-            fill = writer._begin_fill((1, number), begin)
+            fill = writer.begin_fill((1, number), begin)
             assert not fill.refused
             os.pwrite(buffers.fds[fill.buffer], bytes(SIZE), 0)
             found.append(max((held.save_number for held in buffers.held if held), default=None))

@@ -48,8 +48,8 @@ def test_default_device_of_a_script_is_for_its_own_tensors(tmp_path: Path, monke
         found = step_record.read(path, 1, [])
         assert found is not None
         training_state.undo_seed_draw(training_state.torch_random_state())
-        chunks = device_copy.GpuCopies(cpu)._chunks
-        around = shard_plan._archive_around.__wrapped__(torch.float32, torch.Size([3]))
+        chunks = device_copy.GpuCopies(cpu).chunks
+        around = shard_plan.archive_around.__wrapped__(torch.float32, torch.Size([3]))
         return [training_state.to_bytes(found.random_state), {chunk.device for chunk in chunks}, around]
 
     usual = use()

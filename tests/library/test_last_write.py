@@ -193,6 +193,6 @@ def test_node_that_dies_in_its_part_is_replaced_by_one_that_has_it(
     contents = {name: stream(iter([content(name, 5)])) for name in (METADATA, STATE)}
     with open(os.memfd_create("headers"), "rb") as headers:
         last = last_write.LastWrite(Buffers(headers.fileno(), []), lambda: True)
-        files = last._commit(tmp_path, tmp_path / "r1-s5", contents, [METADATA, STATE])
+        files = last.commit(tmp_path, tmp_path / "r1-s5", contents, [METADATA, STATE])
     assert [size for size, _ in files.values()] == [SIZE, SIZE]
     assert (tmp_path / METADATA).read_bytes() == content(METADATA, 5)

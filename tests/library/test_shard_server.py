@@ -239,7 +239,7 @@ def test_no_memory_for_a_copy_is_one_sentence(
             first.save(step, size=1 << 20)
             server = first.rank.serve_shards("127.0.0.1")
             partner = {"server": server, "node": 0, "events": str(first.folder / "events"), "rank": 1}
-            copies._copy_and_report({**partner, "own": Snapshot(draft(step), step, None)})
+            copies.copy_and_report({**partner, "own": Snapshot(draft(step), step, None)})
         (said,) = first.messages()
         assert said == (
             "this node has no copy of node 0's part of the state: a copy of 3 MB takes 67 MB more, and 66 MB are left "

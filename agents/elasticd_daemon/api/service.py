@@ -57,11 +57,11 @@ class JobService:
     max_jobs_per_submitter: Callable[[], int | None] = lambda: None
     clock: Callable[[], float] = time.time
     cache: StoreCache | None = None
-    _cluster: ClusterReader = field(init=False)
+    cluster: ClusterReader = field(init=False)
     _submitting: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._cluster = ClusterReader(self.local, self.peers)
+        self.cluster = ClusterReader(self.local, self.peers)
 
     def jobs(self) -> tuple[JobList, list[str]]:
         """Every job, and a sentence for each record in the store that cannot be read."""
@@ -83,7 +83,7 @@ class JobService:
         now = self.clock()
         summary = JobList.of(view, now).by_name[name]
         assigned = () if summary.ended else views.assignment_statuses(view, submission)
-        progress = self._cluster.progress(view, submission, summary.nodes, now)
+        progress = self.cluster.progress(view, submission, summary.nodes, now)
         result = view.result(submission.job, submission.number)
         return views.make_job_status(
             summary, assigned, _with_result(progress, result), views.redacted_job_file(submission)
@@ -191,7 +191,7 @@ class JobService:
     def read_log(self, name: str, request: LogRequest) -> LogChunk:
         """A piece of a rank's output, from the node that has it. Raises NotFound, NodesUnavailable."""
         view, submission = self._find_job(name)
-        return self._cluster.read_log(view, submission, self._current_round(submission), request)
+        return self.cluster.read_log(view, submission, self._current_round(submission), request)
 
     def dump(self, name: str) -> Answer:
         """Evidence that is taken now on each node, or why there is none. Raises NotFound, Conflict for a job that
@@ -207,7 +207,7 @@ class JobService:
         own = lambda: self.local.dump(name, submission.number)  # noqa: E731
         return {
             "job": name,
-            "nodes": self._cluster.ask_nodes(view, nodes, own, question, DUMP_TIMEOUT_S + READ_TIMEOUT_S),
+            "nodes": self.cluster.ask_nodes(view, nodes, own, question, DUMP_TIMEOUT_S + READ_TIMEOUT_S),
         }
 
     def explain(self, name: str, round: int | None) -> Answer:
@@ -216,8 +216,8 @@ class JobService:
         query = {"number": submission.number, "round": round}
         question = ("GET", f"/v1/local/jobs/{quote(name, safe='')}/explain", query)
         own = lambda: self.local.explain(name, submission.number, round)  # noqa: E731
-        nodes = self._cluster.candidate_nodes(view, submission)
-        return {"job": name, "nodes": self._cluster.ask_nodes(view, nodes, own, question, READ_TIMEOUT_S)}
+        nodes = self.cluster.candidate_nodes(view, submission)
+        return {"job": name, "nodes": self.cluster.ask_nodes(view, nodes, own, question, READ_TIMEOUT_S)}
 
     def _read_view(self, log: Callable[[str], None] = job_queue.ignore_sentence) -> ClusterView:
         return job_queue.read_view(self.store, log, self.cache)

@@ -63,9 +63,9 @@ class HealthMonitor:
         self._history = file.load(time.monotonic())
         self._all_reduce_passed = self._history.fit_since_boot or not settings.health.all_reduce
         self.results: tuple[CheckResult, ...] = ()
-        self._checked_at = time.monotonic()
+        self.checked_at = time.monotonic()
         self._closing = False
-        self._queried_at = self._queried_since = self._checked_at
+        self._queried_at = self._queried_since = self.checked_at
         self._posted = HealthVerdict("unhealthy")
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
@@ -87,7 +87,7 @@ class HealthMonitor:
         if now - self._queried_at > MAX_QUERY_GAP_S:
             self._queried_since = now
         self._queried_at = now
-        overdue_s = now - max(self._checked_at, self._queried_since) - self._settings.health.every_s
+        overdue_s = now - max(self.checked_at, self._queried_since) - self._settings.health.every_s
         if overdue_s > OVERDUE_S + self._checks.time_limit_s:
             return HealthVerdict("unhealthy", f"the checks that were due {overdue_s:.0f} s ago hang")
         return health_verdict(self._history, now)
@@ -150,10 +150,10 @@ class HealthMonitor:
         if self._closing:
             return
         self.results = tuple(results)
-        self._checked_at = time.monotonic()
+        self.checked_at = time.monotonic()
         if self._file.was_deleted():
             self._history = HealthHistory(checks=self._history.checks, fit_since_boot=self._history.fit_since_boot)
-        self._save(after_checks(self._history, results, self._checked_at, self._rules), self._checked_at)
+        self._save(after_checks(self._history, results, self.checked_at, self._rules), self.checked_at)
 
     def _run_checks(self, idle: bool) -> list[CheckResult]:
         """Run the checks, and the all-reduce where it has to pass first and no other fault explains its failure."""

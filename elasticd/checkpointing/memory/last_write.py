@@ -138,7 +138,7 @@ class LastWrite:
                 return checkpoint_files.write(
                     directory,
                     draft,
-                    lambda staging: self._commit(staging.path, final, contents, needed),
+                    lambda staging: self.commit(staging.path, final, contents, needed),
                     _STAGING_TOKEN,
                 )
             except FileExistsError:
@@ -186,7 +186,7 @@ class LastWrite:
                 contents |= state_files.file_contents(self._buffers, at, other)
         return contents
 
-    def _commit(
+    def commit(
         self, folder: Path, final: Path, contents: Mapping[str, WriteContent], needed: Sequence[str]
     ) -> dict[str, SizeAndChecksum]:
         """Write this node's files, and wait for the others'; or for `final`, which another node may still be writing

@@ -207,9 +207,9 @@ class PartnerCopy:
                 while (wanted := self._wanted) is None:
                     self._changed.wait()
                 self._wanted = None
-            self._copy_and_report(wanted)
+            self.copy_and_report(wanted)
 
-    def _copy_and_report(self, wanted: Message) -> None:
+    def copy_and_report(self, wanted: Message) -> None:
         """Make one copy. A failure is a sentence, once, and no reason to end anything: the disk has
         or gets the state.
         """

@@ -236,7 +236,7 @@ class Writer:
         all.
         """
         key = (message["round"], message["number"])
-        fill = next((fill for fill in self._fills if fill.key == key), None) or self._begin_fill(key, message)
+        fill = next((fill for fill in self._fills if fill.key == key), None) or self.begin_fill(key, message)
         if fill.refused:
             channel.send(rank, {"refused": fill.refused})
             return
@@ -251,7 +251,7 @@ class Writer:
         answer = {"shares": fill.share_count, "like": bool(message.get("like"))}
         channel.send(rank, answer, fd)
 
-    def _begin_fill(self, key: SaveKey, message: Message) -> BufferFill:
+    def begin_fill(self, key: SaveKey, message: Message) -> BufferFill:
         """Begin a save: choose its buffer, or refuse it.
 
         A save that is older than the last one is refused, except for one at a fault whose last attempt failed. Saves

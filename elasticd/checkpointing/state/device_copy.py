@@ -34,7 +34,7 @@ class GpuCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+        self.chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
 
     def copy_pieces(self, parts: Iterable[StoragePart], at_once: bool = True) -> Iterator[tuple[int, memoryview]]:
@@ -45,7 +45,7 @@ class GpuCopies:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         filled: list[tuple[int, memoryview]] = []
         for number, batch in enumerate(chunk_batches(parts)):
-            chunk, filling = self._chunks[number % 2], []
+            chunk, filling = self.chunks[number % 2], []
             with torch.cuda.stream(self._stream):
                 for at, place, source in batch:
                     target = chunk[at : at + len(source)]
@@ -65,7 +65,7 @@ class GpuCopies:
 
         def copy() -> None:
             with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
-                self._chunks[0][:1].copy_(self._byte, non_blocking=True)
+                self.chunks[0][:1].copy_(self._byte, non_blocking=True)
                 self._stream.synchronize()
                 done.set()
 

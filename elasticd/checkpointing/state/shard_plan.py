@@ -9,7 +9,7 @@ A plan costs a gather and a scatter of objects and seconds for a large model; a 
 are no tensors and whose pickles may grow.
 
 Loading avoids copies. A tensor's archive has the same bytes before and after its content wherever type and shape are
-equal (`_archive_around`), so its content can be read from the file into the tensor, or used where it is mapped. An
+equal (`archive_around`), so its content can be read from the file into the tensor, or used where it is mapped. An
 archive that was written by another torch has other bytes around it and is loaded as DCP does. Metadata is a pickle,
 which could run code: it is read by an unpickler that knows the names it may hold.
 """
@@ -117,7 +117,7 @@ class _RankFile:
             for item in self._tensors:
                 data = planner.resolve_data(item)
                 assert isinstance(data, torch.Tensor)
-                before, after = _archive_around(data.dtype, data.shape)
+                before, after = archive_around(data.dtype, data.shape)
                 yield before
                 yield host_bytes(data)
                 yield after
@@ -128,7 +128,7 @@ class _RankFile:
         for item in self._tensors:
             data = item.tensor_data
             assert data is not None
-            before, after = _archive_around(data.properties.dtype, data.chunk.sizes)
+            before, after = archive_around(data.properties.dtype, data.chunk.sizes)
             yield len(before) + data.chunk.sizes.numel() * data.properties.dtype.itemsize + len(after)
         yield from value_sizes
 
@@ -248,7 +248,7 @@ def _read_in_place(view: DiskView, place: Any, item: ReadItem, described: Any, t
     fits = item.lengths == shape == target.shape and target.dtype == dtype and target.is_contiguous()
     if not fits or type(target) is not torch.Tensor:
         return False
-    before, after = _archive_around(dtype, shape)
+    before, after = archive_around(dtype, shape)
     if place.length != len(before) + target.nbytes + len(after) or not view.starts_with(place.offset, before):
         return False
     if target.nbytes:
@@ -262,7 +262,7 @@ def _load_value(archive: memoryview, described: Any, index: MetadataIndex) -> An
 
     if isinstance(described, TensorStorageMetadata):
         dtype, shape = described.properties.dtype, described.chunks[index.index or 0].sizes
-        before, after = _archive_around(dtype, shape)
+        before, after = archive_around(dtype, shape)
         size = shape.numel() * dtype.itemsize
         if len(archive) == len(before) + size + len(after) and archive[: len(before)] == before:
             content = archive[len(before) : len(before) + size]
@@ -305,7 +305,7 @@ def read_metadata(content: bytes) -> Metadata:
 
 
 @functools.lru_cache(1 << 16)
-def _archive_around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+def archive_around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """The bytes that `torch.save` writes before and after those of such a tensor."""
     return Layout(torch.empty(shape, dtype=dtype, device="cpu")).bytes_around_storage()
 

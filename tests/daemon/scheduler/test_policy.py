@@ -312,6 +312,14 @@ def test_two_placements_of_one_slot() -> None:
     assert (moved.job, moved.reason) == ("b", "n1's slots are in use by a; runs on n1 (slots 2-3)")
 
 
+def test_node_that_returns_with_fewer_slots() -> None:
+    """A job that has not started there yet needs all of those that it was given."""
+    placed = Placement("a", 1, (SlotAssignment("n1", (2, 3)),), "")
+    assert schedule(view(job(slots=(2, 2)), nodes={"n1": 4}, placements=(placed,))) == ()
+    (moved,) = schedule(view(job(slots=(2, 2)), nodes={"n1": 3}, placements=(placed,)))
+    assert moved.reason == "n1 has 3 slots now; runs on n1 (slots 0-1)"
+
+
 def test_refusal_is_kept_after_the_runner_is_gone() -> None:
     """The node status does not show it any more; another run of the job may start there."""
     one = after(view(job(), nodes={"n1": 4, "n2": 4}))

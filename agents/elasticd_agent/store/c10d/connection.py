@@ -201,7 +201,7 @@ class C10dConnection:
         self._calls: dict[int, _Call] = {}
         self._last_id = 0
         self._prefixes: dict[str, int] = {}
-        self._helper: Helper | None = None
+        self.helper: Helper | None = None
         self._server = 0
         self._server_channel: socket.socket | None = None
         """The server ends when it is closed."""
@@ -349,8 +349,8 @@ class C10dConnection:
         with self._state:
             if self._channel is not None:
                 self._abandon(self._channel)
-            if self._helper is not None:
-                self._helper.interrupt()
+            if self.helper is not None:
+                self.helper.interrupt()
             self._state.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * END_DEADLINE_S)
@@ -435,7 +435,7 @@ class C10dConnection:
 
     def _end_helper(self) -> None:
         with self._state:
-            helper, self._helper, self._server = self._helper, None, 0
+            helper, self.helper, self._server = self.helper, None, 0
         if helper is not None:
             helper.end()
         self._end_server()
@@ -444,11 +444,11 @@ class C10dConnection:
         """Run one client until it ends. True if it became ready."""
         if self._used.serve and not self._server:
             self._bind()  # before a second of a core is spent on the helper
-        helper = self._helper
+        helper = self.helper
         if helper is None:
             helper = Helper(self._python)
             with self._state:
-                self._helper = helper
+                self.helper = helper
             if self._closing.is_set():
                 return False
             helper.wait_until_ready()
