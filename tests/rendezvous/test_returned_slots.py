@@ -251,14 +251,16 @@ def test_a_started_slot_is_added_as_one_that_is_back() -> None:
     )
 
 
-def test_a_size_that_the_script_has_refused_is_waited_for() -> None:
+@pytest.mark.parametrize(("required", "size"), [(4, 4), (5, 5)])
+def test_a_size_that_the_script_has_refused_is_waited_for(required: int, size: int) -> None:
+    """A slot that starts is waited for only where the job needs it."""
     after = after_crash(
         present("a", (0, 1), starting=(1,)),
         present("b"),
-        current=replace(ROUND, required_size=5),
+        current=replace(ROUND, required_size=required),
         requirements=Requirements(1, 3, 1, 2),
     )
-    assert after.world_size == 5
+    assert after.world_size == size
 
 
 @given(
