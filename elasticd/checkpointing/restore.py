@@ -537,7 +537,7 @@ class Restore:
     def _lost_steps_notes(self, step: int) -> Notes:
         """Sentences, on rank 0, about what the round before has trained, as far as this node knows, and is lost."""
         round = self._context.environment.round - 1
-        if self._goes_back or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
+        if self._goes_back or self._saver.is_later_session or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
             return []
         # The round before may have had more ranks: those of this node are beside rank 0's.
         last = max(map(step_record.last_committed_step, step_files.record_paths_on_node("commit", round)), default=0)

@@ -91,6 +91,9 @@ class Saver:
         self._shards: ShardedSaver | None = None
         self._last_at = time.monotonic()
         self._opens = 0
+        self.is_later_session = False
+        """An earlier session of this process has another directory, and what the round before has trained may be its.
+        """
         self._given_directory: Path | None = None
         """The directory as this rank's script gives it; rank 0's counts."""
         self._accepted = False
@@ -141,6 +144,7 @@ class Saver:
         one nor of a session that opens this directory first in the next round.
         """
         context, writer = self.context, self.context.writer
+        self.is_later_session = True
         if writer is None:
             return
         if writer.share == 0:

@@ -12,3 +12,4 @@ def test_later_session_of_a_process_meets_the_others(job: StartJob) -> None:
     assert run.wait() == 0, run.err
     assert [step for _, step in run.steps(1)][-8:] == [5, 6, 7, 8, 9, 10, 11, 12]
     assert len(run.events("group_started")) == 2
+    assert "trained again" not in run.err, "not the last session's steps, which nobody had trained"
