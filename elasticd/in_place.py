@@ -41,6 +41,8 @@ def reason_against_group(modules: DataParallelModules, group: DefaultGroup, coll
 
     if not group.created_by_join:
         return "the script makes the process group itself, before elasticd.init()"
+    if group.number > 1:
+        return "this process has had another session before, with which a new process would begin"
     if len(_world.pg_map) > 1:
         return "the script makes another process group before session.run(): make it in what run() calls"
     if has_sampler_with_given_rank():

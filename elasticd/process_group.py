@@ -55,6 +55,7 @@ class DefaultGroup:
     world_size: int
     device: torch.device
     created_by_join: bool  #: true if `join` made it; False: the script had
+    number: int = 1  #: counts those that `join` has made in this process and round
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvironment:
@@ -83,7 +84,7 @@ def join(environment: WorkerEnvironment, timeout: timedelta | None, device: torc
     from torch._C._distributed_c10d import HashStore
 
     device = device or _set_device(environment.local_rank)
-    created = not dist.is_initialized()
+    created, number = not dist.is_initialized(), 1
     if created:
         arguments: dict[str, Any] = {"backend": _default_backend(device)}
         if timeout is not None:
@@ -93,25 +94,24 @@ def join(environment: WorkerEnvironment, timeout: timedelta | None, device: torc
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             arguments.update(store=HashStore(), rank=0, world_size=1)
         else:
-            arguments.update(_later_group(environment.round, timeout))
+            where = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(environment.round)
+            _groups_made[where] += 1
+            number = _groups_made[where]
+            if number > 1:
+                arguments.update(_meet_under(f"elasticd/group/{number}", timeout))
         dist.init_process_group(**arguments)
-    return DefaultGroup(dist.get_rank(), dist.get_world_size(), device, created)
+    return DefaultGroup(dist.get_rank(), dist.get_world_size(), device, created, number)
 
 
-def _later_group(round: int, timeout: timedelta | None) -> dict[str, Any]:
-    """Arguments of a second group of one process and round: its store has the addresses of the first under torch's
-    keys, and a rank that connects to them waits for one that has gone.
+def _meet_under(prefix: str, timeout: timedelta | None) -> dict[str, Any]:
+    """Arguments of a later group of one process and round: its store has the addresses of the first under torch's keys,
+    and a rank that connects to them waits for one that has gone.
     """
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    where = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(round)
-    _groups_made[where] += 1
-    if _groups_made[where] == 1:
-        return {}
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store, rank, world_size = next(rendezvous("env://", **options))
-    prefix = f"elasticd/group/{_groups_made[where]}"
     return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
