@@ -17,6 +17,15 @@ def check_world_size(theirs: int, ours: int, what: str, instead: str) -> None:
         raise UsageError(f"{what} counts {theirs} ranks, and the session {ours}: {instead}")
 
 
+def refuse_second_training(has_trained: bool) -> None:
+    """Raises UsageError where a callback is used once more: the session's checkpoints are of its first training."""
+    if has_trained:
+        raise UsageError(
+            "an ElasticdCallback keeps the state of one training. Call its withdraw(), and the next training is left "
+            "alone; or make that one a job of its own"
+        )
+
+
 def require(package: str, extra: str) -> Any:
     """The package, imported. Raises UsageError with the command that installs it."""
     try:

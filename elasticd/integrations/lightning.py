@@ -23,7 +23,7 @@ from typing import Any
 
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.errors import UsageError
-from elasticd.integrations import check_world_size, require
+from elasticd.integrations import check_world_size, refuse_second_training, require
 from elasticd.integrations.loader import ElasticLoader
 from elasticd.session import Session, init
 
@@ -122,6 +122,7 @@ class ElasticdCallback:
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        refuse_second_training(self._fitted is not None)
         if self._loader is None:
             raise UsageError(
                 "ElasticdCallback: the training data has no elastic loader; fit(model, elastic.loader(loader))"

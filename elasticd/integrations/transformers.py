@@ -33,7 +33,7 @@ from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
-from elasticd.integrations import check_world_size, require
+from elasticd.integrations import check_world_size, refuse_second_training, require
 from elasticd.integrations.accelerate import forget_preparation, reload_ranks
 from elasticd.integrations.loader import ElasticLoader
 from elasticd.session import Session, init
@@ -92,7 +92,7 @@ class ElasticdCallback:
         args.ignore_data_skip = True
         args.average_tokens_across_devices = True  # however many labels each rank has
         self._replaced = {name: vars(trainer)[name] for name in _WRAPPED_METHODS if name in vars(trainer)}
-        self._is_withdrawn = False
+        self._has_trained = self._is_withdrawn = False
         self._original = {name: getattr(trainer, name) for name in _WRAPPED_METHODS}
         for name in _WRAPPED_METHODS:
             setattr(trainer, name, getattr(self, f"_{name}"))
@@ -125,6 +125,8 @@ class ElasticdCallback:
         """
         import torch.distributed as dist
 
+        refuse_second_training(self._has_trained)
+        self._has_trained = True
         has_own = [self.session.rank == 0 and bool(lineage(self._directory)[0])]
         if self.session.world_size > 1:
             dist.broadcast_object_list(has_own)

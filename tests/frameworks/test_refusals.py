@@ -87,8 +87,10 @@ def test_second_training_with_one_callback(tmp_path: Path) -> None:
     one = trainer(tmp_path, disable_tqdm=True)
     one.add_callback(elastic := ElasticdCallback(one))
     one.train()
-    with pytest.raises(UsageError, match="attach"):
+    with pytest.raises(UsageError, match=r"keeps the state of one training. Call its withdraw\(\)"):
         one.train()
+    elastic.withdraw()
+    assert one.train().global_step == 2
     elastic.session.close()
 
 
@@ -136,3 +138,21 @@ def test_lightning(tmp_path: Path, accumulates: int | None, message: str) -> Non
     loader: Any = DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 8), torch.zeros(8, 8)), batch_size=4)
     with pytest.raises(UsageError, match=message):
         one.fit(lightning_fit.Regression(), elastic.loader(loader) if accumulates else loader)
+
+
+@pytest.mark.usefixtures("group")
+def test_second_fit_with_one_lightning_callback(tmp_path: Path) -> None:
+    elastic = LightningCallback(global_batch=4, directory=tmp_path)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    loader: Any = DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 8), torch.zeros(8, 8)), batch_size=4)
+    model = lightning_fit.Regression()
+    one = lightning.Trainer(max_epochs=1, **quiet, **elastic.arguments())
+    one.fit(model, elastic.loader(loader))
+    one.validate(model, loader, verbose=False)
+    one.fit_loop.max_epochs = 2
+    with pytest.raises(UsageError, match=r"keeps the state of one training. Call its withdraw\(\)"):
+        one.fit(model, elastic.loader(loader))
+    elastic.withdraw()
+    one.fit(model, loader)
+    assert one.current_epoch == 2
+    elastic.session.close()
