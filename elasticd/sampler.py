@@ -405,6 +405,8 @@ class ElasticBatchSampler:
         order = self._order(epoch)
         share = -(-self._global_batch // self._world_size)
         chunk, done = _FIRST_CHUNK_POSITIONS, 0
+        if not starts and generation == self._generation:
+            self._finished_here = True  # a restored epoch that is over has one iteration, an empty one
         self._report_next()
         while done < len(starts):
             steps = [self._step_from(start) for start in starts[done : done + max(1, chunk // share)]]

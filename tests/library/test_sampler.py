@@ -124,6 +124,22 @@ def test_iteration_of_finished_epoch_raises() -> None:
     assert len(train(sampler)) == 5
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_finished_epoch_that_was_restored_is_iterated_once(workers: int) -> None:
+    """A loop without `set_epoch` would pass over all further epochs, and its job would succeed."""
+    before, sampler = alone(), alone()
+    train(before)
+    sampler.load_state_dict(before.state_dict())
+    loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers)
+    assert list(loader) == []
+    with pytest.raises(SamplerError, match=r"epoch 0 is finished; call sampler.set_epoch\(1\)"):
+        iter(sampler)
+    sampler.set_epoch(0)
+    assert list(loader) == [], "the loop's own call for the epoch that it resumed in"
+    sampler.set_epoch(1)
+    assert len(train(sampler)) == 5
+
+
 def test_set_epoch_before_restored_epoch_raises() -> None:
     before = alone()
     for epoch in range(3):
