@@ -529,7 +529,7 @@ class Session:
             )
             self._donor = self._donor or self._begin_donor()
             self._between_steps = BetweenSteps(
-                self._attached, self._donor, self._group.device, is_first_run=self._steps == 0
+                self._attached, self._donor, self._group.device, first_step=self._steps
             )
             self._thread = threading.get_ident()
             # Where a rank is alone, a hang is its own, and may hold up what would save.
@@ -901,6 +901,8 @@ class Session:
         accumulated gradients, which it would not hold.
         """
         action, why = self._wanted_action()
+        if action == "save" and self._between_steps is not None and self._between_steps.may_be_refused:
+            return "wait", why
         if self._was_optimized:
             self._partial = 0
         if (

@@ -132,15 +132,18 @@ class Donor:
         self.calls.append("closed")
 
 
-def step_end(attached: dict[str, Any], is_first_run: bool = True) -> tuple[BetweenSteps, Donor]:
+def step_end(attached: dict[str, Any], first_step: int = 0) -> tuple[BetweenSteps, Donor]:
     donor: Any = Donor()
-    return BetweenSteps(attached, donor, CPU, is_first_run), donor
+    return BetweenSteps(attached, donor, CPU, first_step), donor
 
 
-def test_change_after_each_of_the_first_steps_is_an_error() -> None:
+@pytest.mark.parametrize("first_step", [0, 1])
+def test_change_after_each_of_the_first_steps_is_an_error(first_step: int) -> None:
+    """Also in the run after it, which continues from the step that was saved before the first look at a change."""
     attached = objects()
-    end, donor = step_end(attached)
+    end, donor = step_end(attached, first_step)
     for step in range(1, STEPS_BEFORE_REFUSAL):
+        assert end.may_be_refused == (step > 1 or first_step == 1)
         end.commit(step, is_saved=False, ends_epoch=False)
         change(attached)
         assert f"ema changed after session.step() of step {step} and before" in end.on_step_begin(is_certain=True)
@@ -152,13 +155,13 @@ def test_change_after_each_of_the_first_steps_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_first_run", "clean", "is_certain"),
-    [(False, (), True), (True, (1,), True), (True, (), False)],
+    ("first_step", "clean", "is_certain"),
+    [(2, (), True), (0, (1,), True), (0, (), False)],
     ids=["resumed", "begins-later", "batch-is-not-asked-for"],
 )
-def test_other_changes_end_no_job(is_first_run: bool, clean: tuple[int, ...], is_certain: bool) -> None:
+def test_other_changes_end_no_job(first_step: int, clean: tuple[int, ...], is_certain: bool) -> None:
     attached = objects()
-    end, _ = step_end(attached, is_first_run)
+    end, _ = step_end(attached, first_step)
     for step in range(1, 50):
         end.commit(step, is_saved=step == 7, ends_epoch=False)
         if step not in clean:

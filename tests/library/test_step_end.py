@@ -114,8 +114,10 @@ def test_second_samplers_iteration_draws_nothing_in_the_middle_of_its_epoch(star
 
 @pytest.mark.parametrize("late", ["scheduler", "model"])
 def test_change_after_each_of_the_first_steps_is_refused(start: Any, tmp_path: Path, late: str) -> None:
-    job = start(SCRIPT, {"late": late, "directory": str(tmp_path / "cut")})
+    """Nothing is saved from which a restart could continue."""
+    job = start(SCRIPT, {"late": late, "directory": str(tmp_path / "cut"), "every": 2})
     assert 0 not in job.codes()
+    assert lineage(tmp_path / "cut")[0] == []
     refused = rf"CheckpointRefused: .*{late} changed after session.step\(\) of step 3"
     assert any(re.search(refused, rank.errors()) for rank in job.ranks)  # the first one may end the store
 

@@ -47,8 +47,9 @@ ReadState = Callable[[], Any]
 class BetweenSteps:
     """The time of a session between `session.step()` and the beginning of the next step."""
 
-    def __init__(self, attached: Mapping[str, Any], donor: Donor, device: torch.device, is_first_run: bool) -> None:
-        self._changes, self._donor, self._is_first_run = LateChanges(attached), donor, is_first_run
+    def __init__(self, attached: Mapping[str, Any], donor: Donor, device: torch.device, first_step: int) -> None:
+        """`first_step`: the step from which this run continues. At most 1 is saved before the first look at a change."""
+        self._changes, self._donor, self._first_step = LateChanges(attached), donor, first_step
         self._step = self._count = 0
         self._in_a_row = 0
         """Steps after which something has changed."""
@@ -105,11 +106,19 @@ class BetweenSteps:
             "what that call saves lacks the change, and so does a run that resumes from it. Move session.step() below "
             "everything that belongs to the step"
         )
-        is_always = self._is_first_run and self._count == self._in_a_row == STEPS_BEFORE_REFUSAL
+        is_always = self._first_step <= 1 and self._count == self._in_a_row == STEPS_BEFORE_REFUSAL
         if is_always and is_certain and not self._changes.certain.isdisjoint(self.changed):
             self._donor.close()
             raise CheckpointRefused(what)
         return what
+
+    @property
+    def may_be_refused(self) -> bool:
+        """All steps so far have had a late change. A save now would be resumed after the refusal, by a run that refuses
+        nothing.
+        """
+        looked = self._count + self._first_step > 0
+        return self._first_step <= 1 and looked and self._count == self._in_a_row < STEPS_BEFORE_REFUSAL
 
     def why_save_again(self) -> Reason:
         """The reason to save again, for a script that changes something late now and then, "" if there is none."""
