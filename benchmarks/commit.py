@@ -63,7 +63,7 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, float, st
         os.environ["ELASTICD_HEARTBEAT"] = os.path.join(directory, "beat-0")
         donor = without_writer(attached, device)
         committed = donor._committed
-        step_end = BetweenSteps(attached, donor, device, is_first_run=True)
+        step_end = BetweenSteps(attached, donor, device, first_step=0)
         times, in_step, at_end = [], [], []
         for step in range(1, COMMITS + 1):
             if more == "dropout":

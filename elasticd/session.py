@@ -528,9 +528,7 @@ class Session:
                 {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             )
             self._donor = self._donor or self._begin_donor()
-            self._between_steps = BetweenSteps(
-                self._attached, self._donor, self._group.device, first_step=self._steps
-            )
+            self._between_steps = BetweenSteps(self._attached, self._donor, self._group.device, first_step=self._steps)
             self._thread = threading.get_ident()
             # Where a rank is alone, a hang is its own, and may hold up what would save.
             known["saves_at_faults"] = self._donor.can_save_state and self.world_size > 1

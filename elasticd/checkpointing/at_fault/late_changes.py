@@ -48,7 +48,7 @@ class BetweenSteps:
     """The time of a session between `session.step()` and the beginning of the next step."""
 
     def __init__(self, attached: Mapping[str, Any], donor: Donor, device: torch.device, first_step: int) -> None:
-        """`first_step`: the step from which this run continues. At most 1 is saved before the first look at a change."""
+        """`first_step`: the step from which this run continues: 1 may be saved before the first look at a change."""
         self._changes, self._donor, self._first_step = LateChanges(attached), donor, first_step
         self._step = self._count = 0
         self._in_a_row = 0
