@@ -92,6 +92,16 @@ def test_withdrawn_report_ends_the_hang() -> None:
     assert judge.new_verdicts == []
 
 
+def test_node_whose_workers_have_ended_does_not_make_progress() -> None:
+    """It has reported before, and withdrawn its report as its group ended: the others hang all the same."""
+    judge = HangJudge(POLICY)
+    assert judge.turn(ROUND, [A, replace(B, ranks=(replace(B.ranks[0], idle_s=1.0),))], NOBODY, NOW) is None
+    assert judge.turn(ROUND, [A], NOBODY, NOW + 1) is None, "it may be lost, or train again"
+    found = judge.turn(ROUND, [A], frozenset({"b"}), NOW + 1)
+    assert found is not None
+    assert (found.cause, found.culprits) == ("missed_collective", (("b", 1, 4),))
+
+
 def test_nothing_is_judged_while_a_node_ends_its_last_group() -> None:
     """Ranks wait for that node's, however short the floor is: a worker with a GPU may take 20 s to die."""
     policy = Policy(hang_floor_s=2.0)

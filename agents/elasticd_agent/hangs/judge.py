@@ -70,7 +70,7 @@ class HangJudge:
             self._suspected_since = None
             return None
         self._reporting_nodes |= current.keys()
-        if self._reporting_nodes - current.keys():
+        if self._reporting_nodes - current.keys() - done:
             return None  # a node that withdraws its report sees progress, or is lost: either way this hang is over
         self._suspected_since = now if self._suspected_since is None else self._suspected_since
         time_for_evidence_s = self.policy.evidence_timeout_s + self.policy.seen_timeout_s + self.policy.renewal_s
