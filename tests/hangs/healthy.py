@@ -136,7 +136,7 @@ HEALTHY = (
     HealthyWait("gather, rank 1 20 s late", "gather", "idle", 20, workers=3),
     HealthyWait("uneven all_gather by broadcasts, rank 1 20 s late", "uneven", "idle", 20, workers=3),
     HealthyWait("gather as the last act, last rank 25 s late", "last-gather", "idle", 25, workers=3),
-    HealthyWait("receive from a process outside of the job after 30 s", "engine", "idle", 30),
+    HealthyWait("receive from a process outside of the job after 90 s", "engine", "idle", 90),
     HealthyWait("rank 0 meets a process outside of the job that starts 75 s late", "slow-engine", "idle", 75, kills=1),
     HealthyWait("collective in an exit handler after 25 s", "exit-barrier", "idle", 25),
     HealthyWait("a model per rank, one barrier, 70 s apart", "own-models", "probe", 70),

@@ -12,7 +12,7 @@ from elasticd_agent.hangs.blame import blame, blame_overdue
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.verdict import Hang, NoHang, RankLocation, SuspectedHang, judge, reason_to_suspect
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import HangReport, RankReport
+from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail, HangReport, RankReport
 
 POLICY = Policy(hang_floor_s=5.0)
 WAITS = RankReport(
@@ -378,6 +378,30 @@ def test_rank_that_trains_is_not_hung() -> None:
         assert "makes progress; 1 rank waits in all_reduce for it" in verdict.why
         debugged = replace(trains, rank=2, slot=2, where="debugger")
         assert isinstance(judge([replace(found, ranks=(*found.ranks, debugged))], ["a"], PLAIN), NoHang)
+
+
+OWN = GroupTail(DEFAULT_GROUP_NAME, 4211, 0, ((4211, "x"),), "gloo", in_job=True)
+ENGINES = GroupTail("engine", 0, 0, (), "gloo", in_job=False)
+PENDING = {"last": 7, "pending": 7, "kinds": ((7, "x"),)}
+
+
+@pytest.mark.parametrize(
+    ("waits", "ends"),
+    [
+        ({"function": "recv", "groups": (OWN,)}, True),
+        ({"function": "recv", "groups": (OWN, ENGINES)}, False),
+        ({"function": "broadcast", "groups": (OWN, replace(ENGINES, **PENDING))}, False),
+        ({"function": "broadcast", "groups": (replace(OWN, **PENDING), ENGINES)}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("exited", [False, True])
+def test_wait_for_another_program_is_only_reported(waits: dict[str, object], exited: bool, ends: bool) -> None:
+    """An inference engine that generates for minutes looks as a network does that lost a message."""
+    alone = replace(WAITS, alone=True, groups=(OWN,))
+    ranks = (replace(alone, **waits), replace(alone, rank=1, slot=1, exited=exited))  # type: ignore[arg-type]
+    verdict = hang_of([idle(61.0, -1.0, *ranks)], ["a"], PLAIN)
+    assert verdict.kills_group == ends
 
 
 def test_others_have_ended() -> None:

@@ -51,7 +51,7 @@ LIMIT_RULES: Mapping[HangEvidence, LimitRule] = {
     "loading": LimitRule(60.0, "at once", "an import or dlopen keeps the GIL, too: file systems may be slow"),
     "alike": LimitRule(60.0, "at once", "all wait alike, and no byte moves: links flap, a new communicator takes long"),
     "device": LimitRule(60.0, "at once", "a long kernel looks the same", floor_applies=False),
-    "unrecorded": LimitRule(60.0, "at ceiling", "another thread, or a group without a recording, may end it"),
+    "unrecorded": LimitRule(60.0, "at ceiling", "another thread or program, or an unrecorded group, may end it"),
     "idle": LimitRule(60.0, "if cheap", "a download, a lock or an evaluation looks the same"),
     "overdue": LimitRule(60.0, "at ceiling", "a rank waits in a collective, but others train"),
     "left": LimitRule(60.0, "at ceiling", "others have ended with code 0: an export looks the same"),

@@ -101,6 +101,12 @@ class RankState:
         return all(tail.in_job for tail in self.report.groups)
 
     @property
+    def may_wait_for_other_program(self) -> bool:
+        """It waits, perhaps in a group with members of another program, which may take its time."""
+        foreign = [tail for tail in self.report.groups if not tail.in_job]
+        return self.waits and bool(foreign) and (not self.wait_is_recorded or any(tail.pending for tail in foreign))
+
+    @property
     def has_no_data_in_flight(self) -> bool:
         """No data of it reaches another one without its main thread. Only of gloo is that known: it sends by TCP."""
         report = self.report
