@@ -185,6 +185,56 @@ def test_sentence_names_eight_ranks() -> None:
         assert found is not None and found.why.startswith(f"{names} in all_reduce (#20 of the default group)")
 
 
+def entries(number: int, operations: str, group: str = "0", finished: int = 99) -> list[dict[str, object]]:
+    """The collectives of the process' group of that number: one letter each."""
+    described = "default_pg" if group == "0" else "undefined"
+    return [
+        {"pg_id": number, "collective_seq_id": n, "profiling_name": f"gloo:{name}", "retired": n <= finished}
+        | {"process_group": [group, described]}
+        for n, name in enumerate(operations, start=1)
+    ]
+
+
+def table(**unused: bool) -> list[dict[str, object]]:
+    """The groups that there are: g0, the default one, g1, ..."""
+    named = {name[1:]: value for name, value in unused.items()}
+    return [
+        {"process_group": [name, "default_pg" if name == "0" else "undefined"], "backend": "gloo", "in_job": True}
+        | {"unused": value}
+        for name, value in named.items()
+    ]
+
+
+def waiting_ranks(*recordings: tuple[list[dict[str, object]], list[dict[str, object]]]) -> list[RankState]:
+    parsed = (parse({"version": "2.10", "entries": own, "process_groups": groups}) for own, groups in recordings)
+    tails = [one.tails() for one in parsed if one is not None]
+    return [RankState("a", replace(WAITS, rank=rank, groups=groups)) for rank, groups in enumerate(tails)]
+
+
+def test_collectives_of_groups_before_prove_nothing() -> None:
+    """In an earlier round rank 1 was in a group whose name another one has now, and issued less there than that has."""
+    before = entries(1, "aaa", "1")
+    members = ([*entries(2, "aaaa", "0"), *entries(3, "xxxxx", "1", finished=4)], table(g0=False, g1=False))
+    other = ([*before, *entries(2, "aaaaa", "0", finished=4)], table(g0=False))
+    assert prove(waiting_ranks(members, other, members), []) is None
+
+
+def test_groups_that_were_made_anew_are_crossed() -> None:
+    """They had issued more before: that says nothing about now."""
+    before = [*entries(0, "a" * 50, "0", finished=49), *entries(1, "x" * 50, "1")]
+    groups = table(g0=False, g1=False)
+    first = ([*before, *entries(2, "aa", "0", finished=1), *entries(3, "x", "1")], groups)
+    second = ([*before, *entries(2, "a", "0"), *entries(3, "xx", "1", finished=1)], groups)
+    found = prove(waiting_ranks(first, second), [])
+    assert found is not None
+    assert found.why.startswith("rank 0 waits in a (#2 of the default group), which rank 1 has not issued")
+    unused = (before, table(g0=True, g1=True))
+    found = prove(waiting_ranks(unused, first), [])
+    assert found is None, "it waits for nothing of this round"
+    tails = {tail.group: tail for tail in waiting_ranks(unused)[0].report.groups}
+    assert {name: (tail.last, tail.pending) for name, tail in tails.items()} == {D: (0, 0), G: (0, 0)}
+
+
 def test_entries_without_a_number_are_left_out_and_three_sizes_are_shown() -> None:
     entry = {"profiling_name": "gloo:all_reduce", "process_group": ["0", "default_pg"], "input_sizes": [[4], [2, 3], 5]}
     found = parse({"version": "2.10", "entries": [{**entry, "collective_seq_id": n} for n in (1, "x", None, True)]})

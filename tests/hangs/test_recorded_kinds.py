@@ -133,7 +133,8 @@ def test_first_collective_of_a_group_is_compared_with_ranks_that_have_not_used_i
     groups = [
         {"process_group": [n, "undefined"], "backend": "gloo", "unused": True, "in_job": True} for n in ("3", "4")
     ]
-    used, unused = (parse({"version": "2.10", "entries": one, "process_groups": groups}) for one in ([entry], []))
+    unused = parse({"version": "2.10", "entries": [], "process_groups": groups})
+    used = parse({"version": "2.10", "entries": [entry], "process_groups": [groups[0] | {"unused": False}, groups[1]]})
     (found,) = compare_groups({0: used.tails(), 1: unused.tails()})
     assert (found.group, found.missing, str(found.waiting_for)) == ("group 3", (1,), "#1 barrier")
 

@@ -7,6 +7,10 @@ A recording is a window: a ring of the last collectives, written while the rank 
 missing at the beginning says nothing, and one that is missing at the end says that the rank had not issued it when the
 recording was made. Numbers of two groups are never compared, and two recordings are compared by number and by what all
 ranks must agree on (`comparable_kind`), since shapes may differ between ranks where the backend allows it.
+
+A recorder lives as long as its process, and a group that is made anew has the name of the one before: in a process that
+stays for another round, or makes its groups a second time. So only the entries of the last group of a name count, and
+none of a name that no group has any more.
 """
 
 from __future__ import annotations
@@ -103,15 +107,12 @@ class Recording:
 def parse(data: Mapping[str, Any]) -> Recording | None:
     """One rank's recording; None if it is none."""
     # Before the first collective there are only facts about the recorder itself.
-    entries = data.get("entries", [] if "version" in data else None)
-    if not isinstance(entries, list):
+    if not isinstance(data.get("entries", [] if "version" in data else None), list):
         return None
     groups: dict[str, dict[int, IssuedCollective]] = defaultdict(dict)
     order = []
-    completed = _last_completed(data)
-    for entry in entries:
-        if not isinstance(entry, dict) or entry.get("is_p2p") is True:
-            continue
+    completed, listed = _last_completed(data), _listed_groups(data)
+    for entry in _entries_of_living_groups(data, listed):
         number = _natural_number(entry.get("collective_seq_id"))
         if number is None:
             continue
@@ -123,7 +124,7 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         kind = " of ".join(filter(None, (operation[:80], _describe_sizes(entry))))
         groups[_group_name(entry)][number] = IssuedCollective(kind, done, backend)
         order.append((_group_name(entry), comparable_kind(kind, backend)))
-    nccl, listed = _is_not_by_gloo(data, groups), _listed_groups(data)
+    nccl = _is_not_by_gloo(data, groups)
     for group, (own, unused) in listed.items():
         # What a rank has never issued is known of gloo's groups only, and not from NCCL's recorder.
         if group not in groups and (not own or (unused and not nccl)):
@@ -134,6 +135,17 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
     if isinstance(beside, dict) and nccl and groups:
         gloo = parse(beside | {"recorder": _GLOO, "gloo": None, "process_groups": data.get("process_groups")})
     return Recording(dict(groups), tuple(order), nccl, in_job, _unrecorded_backends(data), gloo)
+
+
+def _entries_of_living_groups(data: Mapping[str, Any], listed: Mapping[str, tuple[bool, bool]]) -> list[dict[str, Any]]:
+    """The collectives of the last group of each name; none of a group that has been destroyed, or that has issued
+    nothing since it was made anew."""
+    entries = [entry for entry in data.get("entries", ()) if isinstance(entry, dict)]
+    last = {_group_name(entry): entry.get("pg_id") for entry in entries}
+    if listed and isinstance(data.get("process_groups"), list):  # all of them, by the heartbeat thread
+        last = {group: number for group, number in last.items() if group in listed and not listed[group][1]}
+    collectives = (entry for entry in entries if entry.get("is_p2p") is not True)
+    return [one for one in collectives if (name := _group_name(one)) in last and one.get("pg_id") == last[name]]
 
 
 def comparable_kind(kind: str, backend: str) -> str:
