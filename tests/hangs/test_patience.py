@@ -53,6 +53,9 @@ def cheap(**facts: float) -> LimitFacts:
         ("idle", DEFAULT, cheap(kills_for_wait=1), 60, 120),
         ("idle", DEFAULT, cheap(kills_for_wait=2), 60, 240),
         ("idle", DEFAULT, cheap(ceiling_s=7200.0, kills_for_wait=9), 60, 7200),
+        ("idle", DEFAULT, cheap(deadline_s=600.0, kills_for_wait=1), 600, 1200),
+        ("idle", DEFAULT, cheap(deadline_s=600.0, kills_for_wait=2), 600, 1800),
+        ("idle", DEFAULT, cheap(deadline_s=2000.0, kills_for_wait=1), 2000, 2000),
         ("idle", FLOOR, LimitFacts(3.0, kills_for_wait=1), 3, 6),
         # A rank that trains is not hung, nor is an export after the others have ended.
         ("overdue", DEFAULT, CHEAP, 60, 1800),

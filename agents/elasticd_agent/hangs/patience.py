@@ -120,10 +120,10 @@ def report_and_kill_limits(evidence: HangEvidence, policy: Policy, facts: LimitF
         seconds = max(seconds, facts.retransmission_s + IB_GRACE_S)
     if evidence == "overdue":
         seconds = max(seconds, OVERDUE_AFTER_DEADLINES * facts.deadline_s)
-    kill_s = seconds
+    kill_s = seconds = max(facts.deadline_s, seconds)
     if row.kill_when == "never":
         kill_s = math.inf
     elif row.kill_when != "at once":
         soon = by_floor or (row.kill_when == "if cheap" and facts.restart_is_cheap)
         kill_s = max(seconds, min(seconds * 2.0**facts.kills_for_wait, facts.ceiling_s) if soon else facts.ceiling_s)
-    return ReportAndKillLimits(max(facts.deadline_s, seconds), max(facts.deadline_s, kill_s))
+    return ReportAndKillLimits(seconds, kill_s)
