@@ -129,7 +129,7 @@ HUNG = (
         at=0,
         first="kill",
         scripts=(SESSION,),
-        ceiling="--startup-ceiling",
+        ceiling="--first-step-ceiling",
         evidence=CEILING,
     ),
     Situation("exit handler", "exit", (1,), ("exiting",), at=0, args=("--steps", "60")),

@@ -230,6 +230,16 @@ def test_history_before_first_step(beat: Heartbeat, phase: str, barrier: str, ex
     )
 
 
+def test_rank_with_a_process_group_has_the_time_of_a_first_step() -> None:
+    """It loads, compiles, and waits for the data of a first epoch: none of that changes its phase."""
+    starts = RankReport(0, 0, phase="starting")
+    loads = replace(starts, rank=1, collectives=0)
+    for ranks, expected in (((starts,), POLICY.startup_ceiling_s), ((starts, loads), POLICY.first_step_ceiling_s)):
+        beats = (Heartbeat(source=StepSource.SESSION),) * len(ranks)
+        seen = Observation(1, beats, (), 0.0, ranks, observed_s=1.0)
+        assert StepHistory(POLICY).learn_deadline_s(seen) == expected
+
+
 def test_history_learns_reported_checkpoints() -> None:
     history = StepHistory(POLICY)
     trained(history, 300, 0.01)

@@ -128,13 +128,14 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     ),
     _elasticd_flag(
         "--startup-ceiling TIME",
-        "Longest time without progress before the optimizer exists (imports, loading, init_process_group), for a "
-        "script known to train by elasticd.init() or an earlier round.",
+        "Longest time without progress before the process group exists (imports, init_process_group), for a script "
+        "known to train by elasticd.init() or an earlier round.",
         default=format_duration(_DEFAULT_POLICY.startup_ceiling_s),
     ),
     _elasticd_flag(
         "--first-step-ceiling TIME",
-        "Longest time without progress of such a script before its first step: a compile, the data of a first epoch.",
+        "Longest time without progress of such a script from then to its first step: loading, a compile, the data of a "
+        "first epoch.",
         default=format_duration(_DEFAULT_POLICY.first_step_ceiling_s),
     ),
     _elasticd_flag(

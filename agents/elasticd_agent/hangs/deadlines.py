@@ -14,6 +14,7 @@ from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER, StepSource
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import RankReport
 
 EXCLUDED_STEPS = 2
 """The first steps of a round compile, allocate and fill caches: the others take less."""
@@ -87,6 +88,11 @@ def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, policy:
     return max(floor, min(long_s, max(policy.progress_ceiling_s, 2 * longest)))
 
 
+def _deadline_phase(rank: RankReport) -> str:
+    """A rank starts until it has a process group; what it does then may be its first step, which compiles and loads."""
+    return "step" if rank.phase == "starting" and rank.collectives >= 0 else rank.phase
+
+
 @dataclass(slots=True)
 class StepHistory:
     """One job's steps and phases on this node. The high water of a plain script is the sum over its rounds."""
@@ -144,7 +150,7 @@ class StepHistory:
         joining = any(rank.phase == "starting" and rank.barrier == INIT_PROCESS_GROUP_BARRIER for rank in seen.ranks)
         if not (stepped or self._ever_stepped or joining or seen.has_session):
             return 0.0
-        phases = {rank.phase for rank in seen.ranks if not rank.exited} or {"starting"}
+        phases = {_deadline_phase(rank) for rank in seen.ranks if not rank.exited} or {"starting"}
         return max(deadline_s(self._durations, phase, stepped, self.policy) for phase in phases)
 
     def checkpoint_saved(self, seconds: float) -> None:

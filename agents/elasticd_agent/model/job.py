@@ -192,7 +192,7 @@ class Policy:
     backoff_s: tuple[float, ...] = (0, 1, 2, 4, 8, 16, 32, 60)  #: before each of them; the last one repeats
     shutdown_timeout_s: float = 30.0  #: from a stop's signal to SIGKILL
     user_error_wait_s: float = 0.5  #: how long the same error of the other ranks is waited for
-    startup_ceiling_s: float = 600.0  #: without progress, before the optimizer exists
+    startup_ceiling_s: float = 600.0  #: without progress, before the process group exists
     first_step_ceiling_s: float = 1800.0  #: without progress, from then to the first step
     progress_ceiling_s: float = 1800.0  #: without progress, while nothing is learned of a phase
     hang_floor_s: float | None = None  #: None: by the strength of the evidence (docs/hangs.md)
