@@ -12,10 +12,10 @@ _EMPTY = {"int": 0, "float": 0.0, "str": "", "bool": False, "Mapping[str, float 
 
 
 def line(kind: str, wall: float, round: int = 1, **given: object) -> LogLine:
-    """An event with the fields given; the others are empty."""
+    """An event with the fields given; the others are empty. Its clocks agree, unless `mono` is given."""
     required = (f for f in fields(_TYPES[kind]) if f.default is MISSING and f.default_factory is MISSING)
     empty = {f.name: _EMPTY.get(str(f.type), ()) for f in required}
-    return LogLine(_TYPES[kind](**{**empty, "round": round, **given}), wall)
+    return LogLine(_TYPES[kind](**{**empty, "round": round, "mono": wall, **given}), wall)
 
 
 def raw_line(kind: str, wall: float, round: int = 1, **given: object) -> str:

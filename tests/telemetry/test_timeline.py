@@ -72,6 +72,10 @@ def test_kind_of_a_round(cause: str, lost: str, planned: bool, kind: str) -> Non
             900.0,
             500 / 600,
         ),
+        # A machine that was suspended has another time of day, and the same process.
+        ((TRAINS, line("scalars", 7000.0, mono=130.0, spent=TimeSplit(20.0, 0.0, 10.0, "useful"))), 7000.0, 2 / 3),
+        # A reboot sets the other clock back.
+        ((TRAINS, FAILED, line("scalars", 200.0, mono=8.0, spent=TimeSplit(8.0, 0.0, 0.0, "useful"))), 200.0, 27 / 38),
         ((TRAINS, FAILED, line("scalars", 129.0, spent=TimeSplit(19.0, 0.0, 10.0, "useful"))), 130.0, 20 / 30),
         ((TRAINS, FAILED, line("scalars", 112.0, spent=TimeSplit(2.0, 0.0, 10.0, "lost"))), 120.0, 2 / 20),
     ],

@@ -11,7 +11,7 @@ those of the writer's clock, and no line of another node is compared with them.
 
 A log may have been written by several processes one after the other: a runner that was replaced continues the file, and
 counts its time from zero. A line whose total began after the newest line belongs to such a process, and the sums
-continue from there.
+continue from there. That is seen on the monotonic clock: the time of day jumps where a machine was suspended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_SCALAR_POINTS = 512
 """The points of a number that the script logs; of more, every second one is dropped."""
 MAX_SCALAR_NAME_CHARS = 64
 LATE_LINE_S = 60.0
-"""A line of an event that a worker reports late has the time of the event."""
+"""A line of an event that a worker reports late has the time of the event; none is later than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,7 @@ class JobTimeline:
     _resumed_steps: dict[int, int] = field(default_factory=dict)
     _training_round: int | None = None  #: the round whose first step came last
     _spent: tuple[TimeSplit, float] | None = None  #: the newest split of the node's time, and when it was written
+    _spent_until: float = 0.0  #: the same by the monotonic clock
     _spent_before: TimeSplit = field(default_factory=TimeSplit)  #: the time of processes that wrote this log earlier
 
     def feed(self, line: LogLine) -> None:
@@ -132,7 +133,7 @@ class JobTimeline:
         if self.began_at is None:
             self.began_at = at
         if event.spent is not None:
-            self._add_time(event.spent, at)
+            self._add_time(event.spent, at, event.mono)
         match event:
             case events.RoundPublishedEvent():
                 self._on_round(event, at)
@@ -215,14 +216,15 @@ class JobTimeline:
         resumed = self._resumed_steps.get(after.round, after.first_step - 1 or None)
         return None if resumed is None else max(0, before.last_step - resumed)
 
-    def _add_time(self, split: TimeSplit, at: float) -> None:
-        # Another process continues the log and counts from zero: it began after the newest line, or the time of day was
-        # set back meanwhile.
+    def _add_time(self, split: TimeSplit, at: float, mono: float) -> None:
+        # Another process continues the log and counts from zero: it began after the newest line, or after a reboot.
         if self._spent is not None and (
-            at - split.total > self._spent[1] or split.total < self._spent[0].total - LATE_LINE_S
+            mono - split.total > self._spent_until
+            or mono < self._spent_until - LATE_LINE_S
+            or split.total < self._spent[0].total - LATE_LINE_S
         ):
             self._spent_before = self.time_split
-        self._spent = split, at
+        self._spent, self._spent_until = (split, at), mono
 
     def _on_round(self, event: events.RoundPublishedEvent, at: float) -> None:
         # Of a hang that another node judged, only this line has the time of its begin on this node's clock.
