@@ -495,6 +495,7 @@ class Restore:
             where += ", in memory"
         if choice.in_processes:
             where += f", in the processes of rank {', '.join(map(str, choice.holder_ranks))}"
+            origin["in_processes"] = True
         reason = "; ".join([where, *self._lost_steps_notes(resumed.step), *resumed.notes])
         path = str(self._directory / choice.name)
         self._context.events.write("resumed", reason, resumed.step, path=path, **origin)

@@ -18,7 +18,7 @@ counts the lost ones.
     checkpoint_skipped  path
     resumed             path, from_round, from_step, saved_at (unix seconds, 0 if unknown); donor (the rank that saved
                         the state after the fault) and steps_saved (against the newest checkpoint on the disk), if there
-                        was one
+                        was one; in_processes: true if ranks that stay have the state, and no checkpoint has it
     attached            every_seconds, if checkpoints are saved by time (this rank has attached objects and a
                         checkpoint directory; once a process, on every rank); saves_at_faults: it is a donor
                         for other ranks
@@ -201,6 +201,7 @@ _FIELD_CHECKS: dict[str, Callable[[Any], bool]] = {
     "donor": _is_integer,
     "steps_saved": _is_integer,
     "saved_at": _is_number,
+    "in_processes": lambda value: isinstance(value, bool),
     "every_seconds": _is_number,
     "values": lambda value: isinstance(value, dict),
 }

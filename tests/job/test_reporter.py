@@ -177,14 +177,16 @@ def test_a_restored_checkpoint_of_another_node_counts_as_the_last_one(start: Sta
     reporter = start("--nproc-per-node 1")
     reporter.on(RoundPublished(Round(2, ALONE, cause="resize")), 90.0)
 
-    def last_checkpoint(kind: str, step: int, wall: float) -> list[str]:
-        reporter.on(Observation(2, (), (WorkerEvent(kind, 2, 0, step, wall, wall, ""),), 0.0), wall)
+    def last_checkpoint(kind: str, step: int, wall: float, **extra: object) -> list[str]:
+        reporter.on(Observation(2, (), (WorkerEvent(kind, 2, 0, step, wall, wall, "", extra=extra),), 0.0), wall)
         served = reporter.metrics.render().decode().splitlines()
         return [line.rpartition(" ")[2] for line in served if line.startswith("elasticd_checkpoint_last_")][:2]
 
     assert last_checkpoint("resumed", 50, 100.0) == ["50.0", "100.0"]
     assert last_checkpoint("checkpoint_saved", 60, 110.0) == ["60.0", "110.0"]
     assert last_checkpoint("resumed", 60, 120.0) == ["60.0", "110.0"]
+    assert last_checkpoint("resumed", 70, 130.0, in_processes=True) == ["60.0", "110.0"], "which is on no disk"
+    assert last_checkpoint("resumed", 40, 140.0) == ["40.0", "140.0"], "the newer one cannot be used"
 
 
 def test_states_in_memory_are_counted(start: StartReporter) -> None:

@@ -237,6 +237,16 @@ def test_checkpoint_of_another_node_counts_after_resume() -> None:
     assert seen.checkpoint == saved(11, 125.0)
 
 
+def test_checkpoint_is_one_that_can_be_resumed_from() -> None:
+    """A newer one could not be used; and what ranks hold in their processes is on no disk."""
+    before = (*STARTED, line("checkpoint_saved", 125.0, step=11), *CRASHED)
+    older = line("resumed", 139.0, 2, step=6, saved_at=60.0)
+    assert reported(*before, older).checkpoint == CheckpointStatus(6, 2, 60.0)
+    held = line("resumed", 139.0, 2, step=21, saved_at=130.0, in_processes=True)
+    assert reported(*before, held).checkpoint == saved(11, 125.0)
+    assert reported(*STARTED, *CRASHED, held).checkpoint is None
+
+
 def test_lost_nodes_belong_to_the_round_after() -> None:
     progress = JobTimeline()
     for one in (*STARTED, line("round_published", 130.0, 2, cause="resize", nodes=("a",), lost=("b",))):

@@ -352,7 +352,7 @@ class ProgressReporter:
         if isinstance(event, events.ResumedEvent) and event.donor is not None:
             job.metrics.donor_resumed(event.steps_saved)
         match event:
-            case events.ResumedEvent(step=step) if step > self._checkpoint_step:
+            case events.ResumedEvent(step=step, in_processes=False) if step != self._checkpoint_step:
                 self._checkpoint_step = step
                 job.metrics.checkpoint_resumed(step, reported.wall)
             case events.CheckpointSavedEvent(step=step, bytes=size, seconds=seconds, written_seconds=written_s):

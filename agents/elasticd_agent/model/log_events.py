@@ -173,6 +173,9 @@ class ResumedEvent(LogEvent, kind="resumed"):
     saved_at: float | None = _field(
         "unix time when the state was saved, by the clock of the node that saved it; null when unknown", default=None
     )
+    in_processes: bool = _field(
+        "true where the state is that of ranks which have kept their process: no checkpoint has it", default=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,8 +249,8 @@ class JobTimeline:
         if event.donor is not None:  # from memory
             self.donor_resumes += 1
             self.donor_steps_saved += event.steps_saved
-        elif self.checkpoint is None or step > self.checkpoint.step:
-            # Another node saved it, or an earlier run did.
+        elif not event.in_processes and (self.checkpoint is None or step != self.checkpoint.step):
+            # Another node saved it, or an earlier run did; or newer ones cannot be used.
             self.checkpoint = CheckpointStatus(step, number, event.saved_at)
 
     def _on_first_step(self, event: events.FirstStepEvent, at: float) -> None:
