@@ -257,6 +257,23 @@ def test_node_without_verdict_uses_event_log(evidence: Path) -> None:
     assert guessed.headline.endswith("and no verdict is here: rank 2 is stopped")
 
 
+@pytest.mark.parametrize(
+    ("kept", "killed"),
+    [
+        (1, "the workers were killed (SIGKILL), except 1 worker here, which kept the process; round 2"),
+        (3, "the workers were killed (SIGKILL), except 3 workers here, which kept the process; round 2"),
+    ],
+)
+def test_workers_that_stay_were_not_killed(evidence: Path, kept: int, killed: str) -> None:
+    log = evidence.parents[1] / "events.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    changes = {("group_started", 2): {"kept": kept}, ("resumed", 2): {"donor": 0}}
+    log.write_text("".join(json.dumps(one | changes.get((one["kind"], one["round"]), {})) + "\n" for one in lines))
+    text = " ".join(page(explained(evidence, log)).split())
+    assert killed in text
+    assert "from step 20 of round 1, saved by rank 0 after the fault (9 steps to train again)" in text
+
+
 def test_event_log_of_several_runs(evidence: Path) -> None:
     """The last run that matches counts."""
     log = evidence.parents[1] / "events.jsonl"

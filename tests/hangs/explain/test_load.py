@@ -253,7 +253,7 @@ def test_remarks_on_uninterruptible_wait() -> None:
     """Even of a rank that is not blamed."""
     rank = RankFacts(3, state="D", wchan="rpc_wait_bit_killable", call="read of /data/shard-7")
     assert phrases.remarks(rank) == (
-        "in an uninterruptible wait in the kernel: not even SIGKILL ends it before that is over",
+        "blocked in the kernel (state D): SIGKILL may not end it before that is over",
         "in the kernel, waiting for an NFS server (read of /data/shard-7, rpc_wait_bit_killable)",
     )
 

@@ -55,6 +55,8 @@ class RunLog:
             world_size=published.world_size if published is not None else 0,
             nodes=published.nodes if published is not None else (),
             resumed=(resumed.from_round, resumed.step) if resumed is not None else None,
+            donor=resumed.donor if resumed is not None else None,
+            kept=sum(event.kept for event in self._events(events.GroupStartedEvent, following)),
             recovery_s=next((seconds for seconds in took if seconds is not None), None),
             survivors=tuple(pid for event in self._events(events.GroupEndedEvent) for pid in event.survivors),
             ended=f"{ended.outcome}: {ended.reason}" if isinstance(ended, events.JobEndedEvent) else "",

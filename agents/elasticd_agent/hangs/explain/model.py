@@ -58,13 +58,16 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """The round after this one; `resumed` is the (round, step) of its checkpoint."""
+    """The round after this one; `resumed` is the (round, step) of its state, `donor` the rank that saved it after the
+    fault. `kept` workers stayed in their process, on the nodes of the log."""
 
     round: int = 0
     reason: str = ""
     world_size: int = 0
     nodes: tuple[str, ...] = ()
     resumed: tuple[int, int] | None = None
+    donor: int | None = None
+    kept: int = 0
     recovery_s: float | None = None
     survivors: tuple[int, ...] = ()
     ended: str = ""

@@ -147,7 +147,7 @@ def remarks(rank: RankFacts) -> tuple[str, ...]:
         "T": f"stopped{since} by a signal: it does nothing before SIGCONT",
         "t": "traced: a debugger is attached",
         "Z": "a zombie: its main thread has ended, the process cannot be reaped yet",
-        "D": "in an uninterruptible wait in the kernel: not even SIGKILL ends it before that is over",
+        "D": "blocked in the kernel (state D): SIGKILL may not end it before that is over",
     }.get(rank.state, "")
     kernel = "" if rank.state in ("T", "t", "Z") else _kernel_wait(rank)
     children = f"processes below it: {'; '.join(rank.children[:8])}" if rank.culprit and rank.children else ""

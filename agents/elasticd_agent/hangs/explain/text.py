@@ -137,7 +137,8 @@ def _describe_action(explained: Explanation) -> str:
     if verdict is not None and verdict.action == "report":
         done = "only reported: no process was killed"
         return f"{done}; round {followed.round} followed later" if followed.round else done
-    parts = ["the workers were killed (SIGKILL)"]
+    kept = f", except {count(followed.kept, 'worker')} here, which kept the process" if followed.kept else ""
+    parts = [f"the workers were killed (SIGKILL){kept}"]
     if followed.survivors:
         parts.append(f"processes {', '.join(map(str, followed.survivors))} survived SIGKILL")
     if followed.round:
@@ -150,13 +151,14 @@ def _describe_action(explained: Explanation) -> str:
 
 
 def _describe_next_round(followed: Aftermath, reached: int) -> str:
-    """Say which round followed, with what world size, from which checkpoint and after how long."""
+    """Say which round followed, with what world size, from which state and after how long."""
     text = f"round {followed.round} followed"
     if followed.world_size:
         workers = count(followed.world_size, "worker")
         text += f" with {workers} on {', '.join(followed.nodes[:8])}"
     if followed.resumed is not None:
-        text += f", from checkpoint r{followed.resumed[0]}-s{followed.resumed[1]}"
+        text += f", from step {followed.resumed[1]} of round {followed.resumed[0]}"
+        text += f", saved by rank {followed.donor} after the fault" if followed.donor is not None else ""
         again = reached - followed.resumed[1]
         text += f" ({count(again, 'step')} to train again)" if again > 0 else ""
     if followed.recovery_s is not None:
