@@ -451,9 +451,11 @@ def test_all_ranks_of_a_node_are_stopped_by_a_scheduler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "limit_s"), [({}, 15.0), ({"loading": True}, 60.0), ({"where": "", "function": ""}, 60.0)], ids=str
+    ("changes", "limit_s"),
+    [({}, 15.0), ({"loading": True}, 60.0), ({"where": "", "function": ""}, 60.0), ({"state": "D"}, 60.0)],
+    ids=str,
 )
-def test_gil_in_an_import_gets_more_time(changes: dict[str, object], limit_s: float) -> None:
+def test_gil_in_an_import_or_a_page_fault_gets_more_time(changes: dict[str, object], limit_s: float) -> None:
     for seconds, kind in ((limit_s - 1, SuspectedHang), (limit_s + 1, Hang)):
         holds = replace(SLEEPS, alive_s=seconds, **changes)  # type: ignore[arg-type]
         assert isinstance(judge([idle(seconds, -1.0, WAITS, holds)], ["a"], PLAIN), kind)

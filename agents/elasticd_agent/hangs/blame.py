@@ -307,7 +307,8 @@ def _evidence_outside_wait(culprits: Sequence[RankState], cause: str) -> HangEvi
     if any(rank.is_busy for rank in culprits):
         return "working"
     if cause == "gil":
-        return "loading" if any(rank.report.loading or not rank.report.where for rank in culprits) else "gil"
+        slow = any(rank.report.loading or rank.report.state == "D" or not rank.report.where for rank in culprits)
+        return "loading" if slow else "gil"
     if any(rank.report.where == "device" for rank in culprits):
         return "device"
     return "idle"
