@@ -28,6 +28,7 @@ from elasticd_agent.model.messages import (
     StoreExited,
 )
 from elasticd_agent.model.records import BudgetState, Member, Round
+from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.telemetry.console import PlainConsole
 from elasticd_agent.telemetry.event_log import NullEventLog
@@ -103,6 +104,15 @@ def test_spares_are_told_and_counted(
     reporter.on(SparesChanged((2, 3), (2, 3)), 1.0)
     said = [event.reason for event in written if isinstance(event, events.WaitingEvent)]
     assert (said[0], said[-1]) == (waits, ready)
+
+
+@pytest.mark.parametrize(("nodes", "culprit"), [("", ""), ("b", "b"), ("bb", "b"), ("bc", "")])
+def test_hang_counts_for_a_node_only_where_that_is_the_only_one(nodes: str, culprit: str, start: StartReporter) -> None:
+    reporter = start("--nproc-per-node 2")
+    ranks = tuple((node, rank, 0) for rank, node in enumerate(nodes))
+    reporter.on(HangVerdict(1, ranks, "stopped", "it is stopped", 3.0, False, ()), 1.0)
+    served = reporter.metrics.render().decode()
+    assert f'elasticd_hangs_total{{cause="stopped",culprit="{culprit}",job_id="lm",node="a"}} 1.0' in served
 
 
 def test_a_leaving_node_does_not_end_the_job(start: StartReporter) -> None:

@@ -425,14 +425,14 @@ class HangReporter:
         is part of what it costs.
         """
         job, culprits = self.job, verdict.culprits
-        job.metrics.hang_detected(verdict.cause, verdict.hung_s, culprits[0][0] if culprits else "")
+        nodes, ranks, slots = zip(*culprits, strict=True) if culprits else ((), (), ())
+        job.metrics.hang_detected(verdict.cause, verdict.hung_s, nodes[0] if len(set(nodes)) == 1 else "")
         job.goodput.on_fault(verdict.round, now, ends=verdict.kills_group)
         if verdict.kills_group:
             job.recovery.start(now - verdict.hung_s)
             if self._suspected_at is not None:
                 job.recovery.end_part("detect", self._suspected_at)
             job.recovery.end_part("evidence", now)
-        nodes, ranks, slots = zip(*culprits, strict=True) if culprits else ((), (), ())
         job.write(
             events.HangDetectedEvent(
                 round=verdict.round, mono=now, reason=verdict.why, cause=verdict.cause, nodes=nodes, ranks=ranks,
