@@ -409,6 +409,16 @@ def test_others_have_ended() -> None:
     assert not verdict.kills_group
 
 
+def test_rank_that_writes_a_distributed_checkpoint_does_not_wait() -> None:
+    """Its heartbeat sees code of torch.distributed, and its stack which."""
+    writes = replace(WAITS, idle_s=70.0, waiting_s=70.0, where="elsewhere", function="filesystem.py:80 write_data")
+    found = report(writes, replace(SLEEPS, idle_s=0.0))
+    assert isinstance(judge([found], ["a"], PLAIN, progress_s=5.0), NoHang)
+    unknown = replace(found, ranks=(replace(writes, where="", function=""), found.ranks[1]))
+    verdict = hang_of([unknown], ["a"], PLAIN, progress_s=5.0)
+    assert "it makes progress; rank 0 on a (step 117) waits for others for 70.0 s;" in verdict.why
+
+
 def test_timeout_of_the_script_is_awaited() -> None:
     for seconds, kind in ((600.0, NoHang), (604.0, Hang)):
         found = judge([idle(seconds, 0.0, replace(WAITS, wait_timeout_s=600.0), SLEEPS)], ["a"], PLAIN)

@@ -174,7 +174,8 @@ def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> 
     most = max(rank.report.collectives for rank in waiting)
     behind = [rank for rank in others if 0 <= rank.report.collectives < most] or others
     cause = "missed_collective" if any(rank.report.collectives < most for rank in behind) else "spinning"
-    waits = f"{_held_up(waiting, behind)} for {max(rank.waiting_s for rank in waiting):.1f} s"
+    waits = _held_up(waiting, behind) or f"; {labels(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for others"
+    waits += f" for {max(rank.waiting_s for rank in waiting):.1f} s"
     why = f"{labels(behind)} {_describe_lag(behind, waiting)}{_activity(behind)}{waits}"
     return Blame(tuple(behind), cause, why, "overdue", _wait_places(behind))
 
