@@ -245,6 +245,13 @@ def test_slow_ceiling_is_the_groups_timeout_or_30_minutes() -> None:
     assert isinstance(at(31, 600, Policy(hang_floor_s=5, slow_ceiling_s=30)), Hang)
 
 
+def test_ranks_that_all_compute_are_not_called_idle() -> None:
+    loops = [replace(SLEEPS, rank=rank, slot=rank, cpu_s=2.0) for rank in range(2)]
+    verdict = hang_of([report(*aged(1801.0, *loops))], ["a"], POLICY)
+    assert (verdict.cause, verdict.culprits) == ("spinning", ())
+    assert verdict.why.startswith("none of the 2 ranks waits for another: rank 0 on a (step 117) works in x.py:1 f")
+
+
 def test_no_heartbeat_of_any_rank_is_not_gil() -> None:
     ranks = [replace(WAITS, rank=rank, alive_s=6) for rank in range(3)]
     verdict = hang_of([report(*ranks)], ["a"], POLICY)

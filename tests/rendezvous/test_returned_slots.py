@@ -200,6 +200,7 @@ def test_the_ranks_that_keep_their_process_wait_for_no_other() -> None:
         "rank 1 was killed by SIGKILL; slot 1 of a starts; restart with 5 workers on 2 nodes, no checkpoint yet"
     )
     assert after.budget.counted == 1, "smaller, and a restart as any other"
+    assert "; slots 0 and 1 of a start; restart" in after_crash(present("a", starting=(0, 1)), present("b")).reason
 
 
 def test_a_node_whose_processes_start_is_left_out_if_enough_others_are_ready() -> None:

@@ -212,8 +212,9 @@ def _all_idle(group: _StalledRanks) -> Blame | None:
         return None
     activities = "; ".join(f"{rank.label()} {rank.activity()}" for rank in group.live[:3])
     more = "; …" if len(group.live) > 3 else ""
-    why = f"all {len(group.live)} ranks are idle and none waits for another: {activities}{more}"
-    return Blame((), "everyone", why, _evidence_outside_wait(group.live, "everyone"))
+    why = f"none of the {len(group.live)} ranks waits for another: {activities}{more}"
+    evidence = _evidence_outside_wait(group.live, "everyone")
+    return Blame((), "spinning" if evidence == "working" else "everyone", why, evidence)
 
 
 def _not_joined(group: _StalledRanks) -> Blame | None:
@@ -443,8 +444,9 @@ def _skipped_in_last_step(group: _StalledRanks) -> Blame | None:
     if not odd:
         return None
     _, common = minority[0]
-    why = f"{labels(odd)} issued {odd[0].report.usual:,} collectives in its last step, the others {common:,} in theirs"
-    return Blame(odd, "missed_collective", f"{why}: {describe_waits(live)}")
+    its = "its" if len(odd) == 1 else "their"
+    issued = f"{odd[0].report.usual:,} collectives in {its} last step, the others {common:,} in theirs"
+    return Blame(odd, "missed_collective", f"{labels(odd)} issued {issued}: {describe_waits(live)}")
 
 
 def _split_by_node(group: _StalledRanks) -> Blame | None:
@@ -568,12 +570,13 @@ def _minority(
 
 def _describe_lag(ranks: Sequence[RankState], others: Sequence[RankState]) -> str:
     """The collectives that `ranks` are behind, in words; "" if they are not."""
-    mine = max(rank.report.collectives for rank in ranks)
+    issued = [rank.report.collectives for rank in ranks]
+    mine, most = max(issued), "up to " if min(issued) < max(issued) else ""
     counts = [rank.report.collectives for rank in others]
     if not counts or mine < 0 or max(counts) <= mine:
         return ""
     theirs = f"{max(counts):,}" if min(counts) == max(counts) else f"up to {max(counts):,}"
-    return f"{has_have(ranks)} issued {mine:,} collectives, the others {theirs}{_activity_lead(ranks)}"
+    return f"{has_have(ranks)} issued {most}{mine:,} collectives, the others {theirs}{_activity_lead(ranks)}"
 
 
 def _activity(ranks: Sequence[RankState]) -> str:

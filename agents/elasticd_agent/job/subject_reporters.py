@@ -411,10 +411,10 @@ class HangReporter:
 
     def suspicion_lasts(self, number: int, why: str) -> None:
         """Once a minute: a person may wonder, or have a debugger open."""
-        self.job.console.log(f"round {number} makes no progress so far: {why}")
+        self.job.console.log(f"round {number}: a hang is still suspected: {why}")
 
     def hang_cleared(self, number: int, seconds: float) -> None:
-        reason = f"the workers make progress again; a hang was suspected for {seconds:.1f} s"
+        reason = f"no hang is suspected any more, after {seconds:.1f} s"
         self._suspected_at = None
         self.job.write(events.HangClearedEvent(round=number, mono=time.monotonic(), reason=reason, seconds=seconds))
 

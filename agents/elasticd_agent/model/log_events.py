@@ -212,7 +212,7 @@ class HangSuspectedEvent(LogEvent, kind="hang_suspected"):
 
 @dataclass(frozen=True, kw_only=True)
 class HangClearedEvent(LogEvent, kind="hang_cleared"):
-    """The suspected group makes progress again."""
+    """The suspected group makes progress again, or its workers on this node have ended."""
 
     seconds: float = _field("how long the suspicion lasted")
 

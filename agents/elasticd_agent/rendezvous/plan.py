@@ -687,7 +687,10 @@ def _starting_phrases(view: View, current: Round, members: tuple[Member, ...]) -
     left: dict[str, list[int]] = {}
     for node, slot in sorted(view.starting_slots & before - used):
         left.setdefault(node, []).append(slot)
-    return [f"{plural(len(slots), 'slot')} {listing(slots)} of {node} starts" for node, slots in left.items()]
+    return [
+        f"{plural(len(slots), 'slot')} {listing(slots)} of {node} {'starts' if len(slots) == 1 else 'start'}"
+        for node, slots in left.items()
+    ]
 
 
 def _update_hang_places(running: _RunningRound) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
