@@ -257,6 +257,13 @@ def test_node_without_verdict_uses_event_log(evidence: Path) -> None:
     assert guessed.headline.endswith("and no verdict is here: rank 2 is stopped")
 
 
+def test_stacks_of_a_later_moment_are_said_to_be(evidence: Path) -> None:
+    """A round of which a hang was only reported may be suspected again, hours later."""
+    assert "later moment" not in page(explained(evidence))
+    change(evidence, at_wall=recorded(evidence).at_wall + 3600)
+    assert "\nbut        the stacks are of a later moment, 2026-11-" in page(explained(evidence))
+
+
 @pytest.mark.parametrize(
     ("kept", "killed"),
     [

@@ -31,6 +31,9 @@ from elasticd_agent.model.phrases import count, has_have, visible
 
 DEFAULT_WIDTH = 110
 MAX_SUMMARY_LINES = 12
+NEWER_EVIDENCE_S = 60.0
+"""Evidence that is this much newer than the verdict is of the same wait, which lasts, or of another one: a hang that
+was only reported ends no round. Nodes' clocks may differ by as much."""
 MAX_ROWS = 16
 """More ranks share rows where they do the same."""
 _LOG_LINES_SHOWN = 8
@@ -93,6 +96,8 @@ def _summary_rows(explained: Explanation, width: int) -> list[str]:
                 if (other_wait := _wait_in_other_group(comparison, explained))
             ]
             rows.append(("when", f"stuck since {began}; found hung after {verdict.seen_after_s:.1f} s"))
+            if explained.taken_at > verdict.at_wall + NEWER_EVIDENCE_S:
+                rows.append(("but", f"the stacks are of a later moment, {_format_time(explained.taken_at)}"))
     if explained.kind == "hang":
         rows.append(("done", _describe_action(explained)))
     elif explained.taken_at:
