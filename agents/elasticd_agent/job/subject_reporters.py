@@ -326,7 +326,7 @@ class ProgressReporter:
         cost_s = goodput.on_observation(seen)
         if cost_s is not None and seen.last_progress_at is not None:
             step = goodput.ledger.high_water
-            reason = f"caught up at step {step}; " + (f"the fault cost {cost_s:.2f} s" if cost_s else "no work lost")
+            reason = f"caught up at step {step}; " + (f"{cost_s:.2f} s were lost" if cost_s else "no work lost")
             self.job.write(
                 events.WorkRecoveredEvent(
                     round=seen.round, mono=seen.last_progress_at, reason=reason, step=step, seconds=cost_s

@@ -100,7 +100,8 @@ class WorkRecoveredEvent(LogEvent, kind="work_recovered"):
 
     step: int = _field("the step that was finished, as the agent counts them")
     seconds: float = _field(
-        "what the fault cost, in seconds: from the last step before it, without waiting for nodes; 0 without a fault"
+        "what was lost, in seconds: from the last step before the fault, or before a wait that was reported as a "
+        "hang, without waiting for nodes; 0 without either"
     )
 
 
