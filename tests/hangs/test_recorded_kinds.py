@@ -128,6 +128,13 @@ def test_group_that_was_never_used_has_a_tail() -> None:
     assert tails(process_groups="none") == tails(process_groups=[1, {}])[1:] == ()
 
 
+def test_group_with_another_program_is_kept_of_many() -> None:
+    groups = [
+        {"process_group": [str(n), "undefined"], "backend": "gloo", "unused": True, "in_job": n < 20} for n in range(21)
+    ]
+    assert [tail.group for tail in tails(process_groups=groups)][:2] == ["group 20", "default group"]
+
+
 def test_first_collective_of_a_group_is_compared_with_ranks_that_have_not_used_it() -> None:
     entry = {"collective_seq_id": 1, "profiling_name": "gloo:barrier", "process_group": ["3", "undefined"]}
     groups = [

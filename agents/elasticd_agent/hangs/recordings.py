@@ -89,7 +89,7 @@ class Recording:
         return "skipped" if any((kind, after) in usual for kind in between) else "other"
 
     def tails(self) -> tuple[GroupTail, ...]:
-        """The end of what was issued in each group, those with an unfinished collective first."""
+        """The end of what was issued in each group, those first in which the rank may wait."""
         tails = [] if self.gloo_recording is None else list(self.gloo_recording.tails())
         for group, issued in self.issued_by_group.items():
             pending = next((number for number in sorted(issued) if not issued[number].done), 0)
@@ -101,7 +101,8 @@ class Recording:
             tails.append(GroupTail(group, last, pending, tuple(kinds), backend, group in self.groups_in_job))
         for group, backend in self.unrecorded_backends.items():
             tails.append(GroupTail(group, 0, backend=backend, in_job=group in self.groups_in_job, unrecorded=True))
-        return tuple(sorted(tails, key=lambda tail: not (tail.pending or tail.unrecorded))[:MAX_TAILS])
+        tails.sort(key=lambda tail: (not tail.pending, not tail.unrecorded and tail.in_job))
+        return tuple(tails[:MAX_TAILS])
 
 
 def parse(data: Mapping[str, Any]) -> Recording | None:
