@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd_agent.hangs.collector import proc_facts
 from elasticd_agent.system.processes import process_usage, procfs
 from elasticd_agent.system.processes.process_usage import TreeUsage, UsageReader
 from elasticd_agent.system.processes.procfs import Stat
@@ -156,6 +157,14 @@ def test_usage_reader_finds_new_processes(until: Until, tmp_path: Path) -> None:
         usages.read([first.pid, second.pid])
         assert usages.read([first.pid, second.pid])[first.pid].cpu_s < 1
     assert usages.read([first.pid, second.pid]) == {}
+
+
+def test_kernel_that_counts_no_run_times_does_not_say_that_nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONFIG_SCHEDSTATS is off: the file is there, and has zeros."""
+    read = procfs.read
+    monkeypatch.setattr(procfs, "read", lambda path, *most: b"0 0 0\n" if "schedstat" in path else read(path, *most))
+    assert UsageReader().read([os.getpid()])[os.getpid()].wait_s is None
+    assert proc_facts.runnable_time_ns(os.getpid()) == {os.getpid(): -1}
 
 
 def test_ended_processes_are_left_out() -> None:

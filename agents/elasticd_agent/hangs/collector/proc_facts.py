@@ -141,13 +141,13 @@ def living_thread(pid: int) -> int:
 def runnable_time_ns(pid: int) -> dict[int, int]:
     """The time for which the main thread, and autograd's ("pt_autograd_0"), ran or waited for a processor, by thread.
 
-    /proc/PID/task/TID/schedstat: run, wait, slices. -1 without that file.
+    /proc/PID/task/TID/schedstat: run, wait, slices. -1 without that file, or where the kernel does not count.
     """
     times_ns = {}
     for tid in procfs.tids(pid):
         if tid == pid or _read_text(f"/proc/{pid}/task/{tid}/comm").startswith("pt_autograd"):
             fields = _read_text(f"/proc/{pid}/task/{tid}/schedstat").split()
-            times_ns[tid] = int(fields[0]) + int(fields[1]) if len(fields) == 3 else -1
+            times_ns[tid] = int(fields[0]) + int(fields[1]) if len(fields) == 3 and fields[2] != "0" else -1
     return times_ns
 
 

@@ -146,12 +146,13 @@ def _is_device_thread(pid: int, tid: int) -> bool:
 def schedstat(pid: int) -> dict[int, tuple[float, float]]:
     """The seconds that each thread ran, and those that it was able to run and did not.
 
-    /proc/PID/task/TID/schedstat is run, wait (ns), slices. {} without that file.
+    /proc/PID/task/TID/schedstat is run, wait (ns), slices. {} without that file, and where the kernel does not count:
+    then all are 0 of a thread that has run.
     """
     times: dict[int, tuple[float, float]] = {}
     for tid in procfs.tids(pid):
         fields = procfs.read(f"/proc/{pid}/task/{tid}/schedstat").split()
-        if len(fields) == 3:
+        if len(fields) == 3 and fields[2] != b"0":
             times[tid] = int(fields[0]) / 1e9, int(fields[1]) / 1e9
     return times
 
