@@ -21,6 +21,9 @@ wait. What ends is decisions: no job is placed, and a node that others cannot se
 Signals are requests: SIGTERM drains (each job has `drain_timeout` to leave, a second signal ends that), SIGHUP reloads
 the configuration, SIGUSR2 replaces the process by the installed version. A replacement keeps the pid, the sockets and
 the runners; signals that arrived and were not handled wait for it in the inbox.
+
+A preemption notice drains the node, too, but the agent stays: a service manager would start it again, the notice would
+still be there, and until it is read the node would be given jobs.
 """
 
 from __future__ import annotations
@@ -219,7 +222,7 @@ class NodeLoop:
                         parts.inbox.put(unhandled)
                     return True
             self._turn(time.monotonic())
-            if self._draining and not parts.runners.alive():
+            if self._signalled_to_drain and not parts.runners.alive():
                 return False
 
     def _wait_for_turn(self) -> list[SignalRequest]:
@@ -245,16 +248,21 @@ class NodeLoop:
             case "drain" if self._signalled_to_drain:
                 journal.warn(f"{request.source} again: remaining jobs are killed")
                 self._parts.runners.expire_deadlines()
+            case "notice" if not request.source:
+                if not self._signalled_to_drain:
+                    self._draining = ""
+                    journal.log("the notice was withdrawn: this node takes work again")
             case "drain" | "notice":  # a notice and the signal that comes with it are one request
-                within_s = float(self.settings.drain_timeout_s)
-                self._signalled_to_drain |= request.action == "drain"
+                within_s, is_signal = float(self.settings.drain_timeout_s), request.action == "drain"
+                self._signalled_to_drain |= is_signal
                 if self._draining:
-                    journal.log(f"{request.source}: this agent is leaving already")
+                    journal.log(f"{request.source}: this node is draining already")
                 else:
-                    self._draining = f"the agent was stopped ({request.source})"
+                    self._draining = f"the agent was stopped ({request.source})" if is_signal else request.source
                     sentence = f"{request.source}: jobs have {within_s:g} s to leave this node"
                     journal.event(events.NodeStateEvent, sentence, state="draining")
-                self._parts.notifier.stopping(within_s + 30.0, "draining")
+                if is_signal:
+                    self._parts.notifier.stopping(within_s + 30.0, "draining")
             case "reload":
                 self._parts.notifier.reloading()
                 try:
@@ -270,7 +278,7 @@ class NodeLoop:
             case "replace":
                 if why := self._replacement_error():
                     journal.warn(f"{request.source}: this agent keeps running: {why}")
-                elif self._draining:
+                elif self._signalled_to_drain:
                     journal.warn(f"{request.source}: this agent is leaving already")
                 else:
                     return True

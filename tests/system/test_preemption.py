@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import socket
 import threading
@@ -198,6 +199,25 @@ def test_service_that_is_away_is_reported_once(serve: Serve) -> None:
     ]
 
 
+def test_withdrawn_notice_is_reported_once_every_service_has_none(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption, "POLL_S", 0.01)
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    first, second = {**QUIET["gcp"], f"{GCP}/preempted": "TRUE"}, {**QUIET["aws"], f"{META}/spot/instance-action": "{"}
+    services = (("gcp", serve(first)), ("aws", serve(second)))
+    monitor = preemption.PreemptionMonitor(services, heard.put, lambda _: None)
+    try:
+        assert heard.get(timeout=20) == "GCP preempts this VM"
+        first[f"{GCP}/preempted"] = "FALSE"
+        with pytest.raises(queue.Empty):  # the other one's answer makes no sense, and may be a notice
+            heard.get(timeout=0.3)
+        del second[f"{META}/spot/instance-action"]
+        assert heard.get(timeout=20) == ""
+    finally:
+        monitor.close()
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [("oracle", "none of aws, gcp"), ("aws=169.254.169.254", "SERVICE=http"), ("kubernetes", "outside of a pod")],
@@ -226,6 +246,27 @@ def test_job_stops_with_the_notice_as_its_reason(serve: Serve, tmp_path: Path) -
         assert run.file("got-0") == "SIGTERM"
     finally:
         run.end()
+
+
+def test_agent_with_a_notice_stays_drained_until_it_is_withdrawn(serve: Serve, tmp_path: Path) -> None:
+    """A service manager would start it again: until it has read the notice, the node would be given jobs."""
+    answers = {**QUIET["gcp"], f"{GCP}/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}
+    node = AgentNode(tmp_path, "n1", "DAEMON_TEST=stays", preemption_notices=[f"gcp={serve(answers)}"])
+    try:
+        node.start()
+        node.wait_for_log("jobs have 60 s to leave this node")
+        node.job("one", "plain.py", COLD, "sleep", workers=1)
+        node.submit_jobs()
+
+        def reason() -> str:
+            return str(node.unix().get("/v1/jobs").result()["jobs"][0]["reason"])
+
+        until(lambda: "n1 is draining: GCP: TERMINATE_ON_HOST_MAINTENANCE" in reason(), node.diagnostics)
+        answers[f"{GCP}/maintenance-event"] = "NONE"
+        until(lambda: (node.work / "ready-0").exists(), node.diagnostics)
+        assert node.drain() == 0
+    finally:
+        node.end()
 
 
 @pytest.mark.parametrize("notice_first", [True, False])

@@ -201,7 +201,8 @@ def _preemption_monitor(
     from elasticd_agent.system.network.preemption import PreemptionMonitor  # it takes an HTTP client
 
     def stop(notice: str) -> None:
-        inbox.put(StopRequested("SIGTERM", 128 + signal.SIGTERM, time.monotonic(), notice))
+        if notice:
+            inbox.put(StopRequested("SIGTERM", 128 + signal.SIGTERM, time.monotonic(), notice))
 
     return PreemptionMonitor(services, stop, log)
 

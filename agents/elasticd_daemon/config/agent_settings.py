@@ -256,7 +256,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     preemption_notices: Annotated[
         tuple[str, ...],
         "Services that are asked whether this machine is about to be taken away: aws, gcp, azure, kubernetes, or "
-        "SERVICE=URL. A notice stops the agent as SIGTERM does, with the notice as the reason.",
+        "SERVICE=URL. A notice drains the node, with the notice as the reason, until it is withdrawn.",
         '["aws"]',
     ] = ()
     adopt_timeout_s: Annotated[

@@ -102,7 +102,9 @@ _AWS_TOKEN_HEADERS = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
 
 
 class PreemptionMonitor:
-    """A thread that asks the services, until one has a notice: then `on_notice(words)` is called, once."""
+    """A thread that asks the services. It calls `on_notice(words)` once one has a notice, and `on_notice("")` once none
+    has it any more: not every notice is followed by the end.
+    """
 
     def __init__(
         self, services: tuple[tuple[str, str], ...], on_notice: Callable[[str], None], warn: Callable[[str], None]
@@ -118,18 +120,21 @@ class PreemptionMonitor:
         self._thread.join(2 * TIMEOUT_S)
 
     def _run(self) -> None:
+        is_noticed = False
         while not self._stop.is_set():
-            for name, base in self._services:
-                if notice := self._ask_service(name, base):
-                    self._on_notice(notice)
-                    return
+            answers = [self._ask_service(name, base) for name, base in self._services]
+            notice = next(filter(None, answers), "")
+            if bool(notice) != is_noticed and (notice or None not in answers):
+                is_noticed = bool(notice)
+                self._on_notice(notice)
             self._stop.wait(POLL_S)
 
-    def _ask_service(self, name: str, base: str) -> str:
+    def _ask_service(self, name: str, base: str) -> str | None:
+        """The service's notice, "" for none; None: it cannot be asked."""
         try:
             return NOTICE_QUERIES[name](base)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if name not in self._reported:
                 self._reported.add(name)
                 self._warn(f"no preemption notices from {name} at {base} for now: {error}")
-            return ""
+            return None
