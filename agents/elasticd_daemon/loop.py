@@ -364,11 +364,11 @@ class NodeLoop:
             self._parts.journal.event(events.StoreAvailableEvent, sentence, seconds=seconds)
 
     def _publish_results(self) -> None:
+        self._outcomes.forget_recorded(self._cluster_view, self.status.node)
         for result in self._plan(time.monotonic()).results:
             job_queue.record_result(self._parts.store, result)
             self._cache.invalidate(keys.RESULTS + result.job)
         self._cluster_view = job_queue.cached_view(self._cache)
-        self._outcomes.forget_recorded(self._cluster_view, self.status.node)
 
     def _resubmit_missing(self, now: float) -> None:
         """Register running jobs in a store that came back empty, after all nodes had time to reconnect."""

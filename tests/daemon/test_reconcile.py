@@ -223,3 +223,24 @@ def test_exit_is_kept_until_the_store_has_it(view: ClusterView, is_kept: bool) -
     assert list(outcomes.exits) == [("a", 1)]
     outcomes.forget_recorded(view, NODE)
     assert bool(outcomes.exits) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("record", "is_kept"),
+    [
+        (submission().to_json().decode(), True),
+        ("", True),
+        ("of another version", True),
+        (replace(submission(), submitted_at=7.0).to_json().decode(), False),
+        (replace(submission(), token="t").to_json().decode(), False),
+    ],
+    ids=["its own", "unreadable spec", "unreadable record", "submitted earlier", "another token"],
+)
+def test_exit_of_an_earlier_job_of_this_name_and_number_is_dropped(record: str, is_kept: bool) -> None:
+    """A store that has lost its data numbers jobs anew, and the node has the folders of those before."""
+    end = exited("succeeded", 0)
+    outcomes = RunOutcomes()
+    outcomes.add(replace(end, spec=replace(end.spec, submission=record)), 0.0, NOW)
+    outcomes.forget_recorded(BOTH, NODE)
+    assert bool(outcomes.exits) == is_kept
+    assert bool(plan(BOTH, outcomes=outcomes).start) != is_kept

@@ -16,11 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elasticd.errors import WireError
 from elasticd_agent.model.phrases import ranges
 from elasticd_daemon.records import ClusterView, JobResult, Placement, RunnerStatus, Submission
 from elasticd_daemon.runners.spec import RunnerExit, RunnerSpec
 
 RunKey = tuple[str, int]
+SubmissionMark = tuple[str, float]
+"""The token and the time of a submission, which tell it from another one with its number."""
 
 CRASH_BACKOFFS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Before the n-th start after a crash of a runner. The first start is immediate: a single crash is mostly a kill -9."""
@@ -89,6 +92,8 @@ class RunOutcomes:
     """The ends of runners of this node, while they matter; kept by the main loop between turns."""
 
     exits: dict[RunKey, RunnerExit] = field(default_factory=dict)
+    _marks: dict[RunKey, SubmissionMark | None] = field(default_factory=dict)
+    """Of which submission each exit is; None: not known."""
     backoffs: dict[RunKey, CrashBackoff] = field(default_factory=dict)
 
     def add(self, end: RunnerEnd, ran_s: float, now: float) -> str:
@@ -101,6 +106,7 @@ class RunOutcomes:
         if exit is not None and exit.outcome in ("succeeded", "failed", "refused"):
             self.backoffs.pop(key, None)
             self.exits[key] = exit
+            self._marks[key] = _mark_of(end.spec)
             if exit.outcome == "refused":
                 return f"job {job} is refused by this node: {exit.reason}"
             return f"job {job} has {exit.outcome}: {exit.reason}"
@@ -118,15 +124,28 @@ class RunOutcomes:
     def forget(self, key: RunKey) -> None:
         self.exits.pop(key, None)
         self.backoffs.pop(key, None)
+        self._marks.pop(key, None)
 
     def forget_recorded(self, view: ClusterView, node: str) -> None:
-        """Drop exits that are in the store, and refusals once this node is cordoned, because a person repairs it."""
+        """Drop exits that are in the store, and refusals once this node is cordoned, because a person repairs it; and
+        those of an earlier job of this name and number: a store that has lost its data numbers jobs anew.
+        """
         cordoned = any(cordon.node == node for cordon in view.cordons)
-        submitted = {(s.job, s.number) for s in view.submissions} if self.exits else set()
+        submitted = {(s.job, s.number): s for s in view.submissions} if self.exits else {}
         for key, exit in list(self.exits.items()):
             repaired = exit.outcome == "refused" and cordoned
-            if repaired or key not in submitted or view.result(*key) is not None:
+            now = submitted.get(key)
+            is_submitted = now is not None and self._marks[key] in (None, (now.token, now.submitted_at))
+            if repaired or not is_submitted or view.result(*key) is not None:
                 self.forget(key)
+
+
+def _mark_of(spec: RunnerSpec) -> SubmissionMark | None:
+    try:
+        submission = Submission.from_json(spec.submission)
+    except WireError:
+        return None
+    return submission.token, submission.submitted_at
 
 
 def reconcile(

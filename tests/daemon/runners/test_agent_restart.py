@@ -169,3 +169,25 @@ def test_runner_with_an_unreadable_spec_reports_what_it_runs(node: MakeNode) -> 
     assert len(n1.events("runner_started")) == 1, n1.diagnostics()
     assert n1.drain() == 0
     n1.assert_gone()
+
+
+@pytest.mark.system
+def test_end_of_an_earlier_job_is_not_that_of_a_new_one_with_its_number(node: MakeNode) -> None:
+    """A store that has lost its data numbers jobs anew; the node still has the folders of the jobs before."""
+    n1 = node()
+    n1.job("one", "ticking.py", COLD, workers=1)
+    (n1.work / "enough").touch()
+    n1.start()
+    n1.event("runner_ended", name="one", outcome="succeeded")
+    n1.kill()
+    for path in [n1.work / "enough", n1.work / "steps-0", *n1.state.glob("store.sqlite*")]:
+        path.unlink()
+    n1.start()
+    assert n1.unix().post("/v1/nodes/n1/cordon").code == 200
+    n1.job("one", "ticking.py", COLD, workers=1)
+    n1.submit_jobs()
+    n1.kill()
+    n1.start()
+    assert n1.unix().post("/v1/nodes/n1/uncordon").code == 200
+    n1.wait_for_step(5)
+    assert n1.drain() == 0
