@@ -54,6 +54,7 @@ from elasticd_daemon import state_dir
 from elasticd_daemon.api.audit import AuditedRoutes
 from elasticd_daemon.api.local import LocalJobs
 from elasticd_daemon.api.peers import Peers
+from elasticd_daemon.api.rank_logs import rounds_with_logs
 from elasticd_daemon.api.routes import ApiRoutes
 from elasticd_daemon.api.server import ApiServer
 from elasticd_daemon.api.service import JobService
@@ -67,6 +68,7 @@ from elasticd_daemon.dashboard.routes import DashboardRoutes
 from elasticd_daemon.health.checks import NodeChecks
 from elasticd_daemon.health.monitor import HealthMonitor, health_file, report_change
 from elasticd_daemon.health.policy import HealthVerdict
+from elasticd_daemon.job_dir import job_files
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.loop import LoopDependencies, Message, MustReplace, NodeLoop, SignalRequest, Wakeup
 from elasticd_daemon.metrics import AUDITED_REQUESTS, NodeMetrics, RunnerScraper, health_samples, merge_pages
@@ -203,6 +205,7 @@ def _open_parts(
         retention_s=float(settings.keep_ended_s),
         refuse_timeout_s=float(settings.refuse_timeout_s),
         cache=cache,
+        trained_here=lambda job, number: bool(rounds_with_logs(job_files(settings.state_dir, job, number))),
     )
     file = health_file(settings)
     file.max_gpus = len(settings.devices(os.environ))

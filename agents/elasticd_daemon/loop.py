@@ -50,7 +50,7 @@ from elasticd_daemon.metrics import NodeMetrics
 from elasticd_daemon.records import ClusterView, NodeState, NodeStatus, RunnerStatus
 from elasticd_daemon.registration import NodeNameConflict, NodeStatusPublisher
 from elasticd_daemon.runners.manager import RunnerManager
-from elasticd_daemon.runners.reconcile import NodePlan, RunOutcomes, reconcile
+from elasticd_daemon.runners.reconcile import REFUSAL_RETRY_S, NodePlan, RunOutcomes, reconcile
 from elasticd_daemon.runners.spawn import SpecBuilder
 from elasticd_daemon.scheduler import job_queue
 from elasticd_daemon.scheduler.scheduler import Scheduler
@@ -324,7 +324,7 @@ class NodeLoop:
             if self._cache.clear_if_due(now, REREAD_S):
                 self._status_publisher.key.withdraw_if_lost()
             self._cluster_view = job_queue.cached_view(self._cache)
-            self._publish_results()
+            self._publish_results(now)
             self._resubmit_missing(now)
             for sentence in self._parts.scheduler.turn(now) if self.settings.scheduler else ():
                 self._parts.journal.event(events.JobScheduledEvent, sentence)
@@ -363,9 +363,11 @@ class NodeLoop:
             sentence = f"the store is available again after {seconds:.1f} s"
             self._parts.journal.event(events.StoreAvailableEvent, sentence, seconds=seconds)
 
-    def _publish_results(self) -> None:
-        self._outcomes.forget_recorded(self._cluster_view, self.status.node)
-        for result in self._plan(time.monotonic()).results:
+    def _publish_results(self, now: float) -> None:
+        # A job that every node refuses has failed by then, unless it has trained.
+        retry_s = max(REFUSAL_RETRY_S, 2 * float(self.settings.refuse_timeout_s))
+        self._outcomes.forget_recorded(self._cluster_view, self.status.node, now - retry_s)
+        for result in self._plan(now).results:
             job_queue.record_result(self._parts.store, result)
             self._cache.invalidate(keys.RESULTS + result.job)
         self._cluster_view = job_queue.cached_view(self._cache)

@@ -123,7 +123,7 @@ class SlotAssignment(Record):
 
 @dataclass(frozen=True, slots=True)
 class Refusal(Record):
-    """A node whose runner refused the job, with the reason. The job is not scheduled there again."""
+    """A node whose runner refused the job, with the reason. The job is not scheduled there while it does."""
 
     node: str
     why: str = ""
@@ -183,7 +183,7 @@ class JobResult(_NamedDocument):
 
 @dataclass(frozen=True, slots=True)
 class RunnerStatus(Record):
-    """A runner on a node. `why` explains the state; a refused job is not scheduled on this node again."""
+    """A runner on a node. `why` explains the state; a refused job is not scheduled on this node."""
 
     job: str
     number: int

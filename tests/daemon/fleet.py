@@ -17,7 +17,14 @@ from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_daemon import keys as names
 from elasticd_daemon.records import ClusterView, Cordon, JobResult, NodeStatus, Placement, Submission
-from elasticd_daemon.runners.reconcile import LocalRunner, NodePlan, RunnerEnd, RunOutcomes, reconcile
+from elasticd_daemon.runners.reconcile import (
+    REFUSAL_RETRY_S,
+    LocalRunner,
+    NodePlan,
+    RunnerEnd,
+    RunOutcomes,
+    reconcile,
+)
 from elasticd_daemon.runners.spec import RunnerExit, RunnerSpec
 from elasticd_daemon.scheduler import job_queue as queue
 from elasticd_daemon.scheduler.scheduler import Scheduler
@@ -262,7 +269,7 @@ class Fleet:
                 queue.record_result(daemon.store, ending)
             self.sentences += daemon.scheduler.turn(self.clock.now)
             plan = self._plan(machine, daemon)
-            daemon.outcomes.forget_recorded(self._view_from(machine), machine.node)
+            daemon.outcomes.forget_recorded(self._view_from(machine), machine.node, self.clock.now - REFUSAL_RETRY_S)
         except StoreUnavailable:
             return
         for stop in plan.stop:

@@ -221,7 +221,7 @@ def test_exit_is_kept_until_the_store_has_it(view: ClusterView, is_kept: bool) -
     outcomes = RunOutcomes()
     outcomes.add(exited("failed", 1), 1.0, NOW)
     assert list(outcomes.exits) == [("a", 1)]
-    outcomes.forget_recorded(view, NODE)
+    outcomes.forget_recorded(view, NODE, NOW)
     assert bool(outcomes.exits) == is_kept
 
 
@@ -241,6 +241,17 @@ def test_exit_of_an_earlier_job_of_this_name_and_number_is_dropped(record: str, 
     end = exited("succeeded", 0)
     outcomes = RunOutcomes()
     outcomes.add(replace(end, spec=replace(end.spec, submission=record)), 0.0, NOW)
-    outcomes.forget_recorded(BOTH, NODE)
+    outcomes.forget_recorded(BOTH, NODE, NOW)
     assert bool(outcomes.exits) == is_kept
     assert bool(plan(BOTH, outcomes=outcomes).start) != is_kept
+
+
+def test_refused_job_is_tried_again_after_a_while() -> None:
+    """A file server that was away at a boot comes back, and nobody may be there to say so."""
+    outcomes = RunOutcomes()
+    outcomes.add(exited("refused", 2), 0.1, NOW)
+    outcomes.forget_recorded(BOTH, NODE, NOW)
+    assert not plan(BOTH, outcomes=outcomes).start
+    outcomes.forget_recorded(BOTH, NODE, NOW + 0.1)
+    done = plan(BOTH, outcomes=outcomes)
+    assert (len(done.start), done.runner_statuses) == (1, ())

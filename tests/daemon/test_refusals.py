@@ -193,6 +193,30 @@ def test_runner_without_an_agent_leaves(node: MakeNode) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("backend", ["local", "etcd"])
+def test_job_that_has_trained_goes_on_once_its_directory_is_back(node: MakeNode, nodes: MakeNode, backend: str) -> None:
+    """After a power cut a file server may be back later than the nodes, and nobody there to cordon them."""
+    n1 = (nodes if backend == "etcd" else node)("n1", refuse_timeout="1s")
+    sooner, data, away = n1.root / "sooner", n1.root / "data", n1.root / "away"
+    sooner.mkdir(parents=True)
+    (sooner / "sitecustomize.py").write_text(
+        "from elasticd_daemon.runners import reconcile\nreconcile.REFUSAL_RETRY_S = 3.0\n"
+    )
+    n1.path.insert(0, str(sooner))
+    data.mkdir()
+    n1.job("one", "ticking.py", COLD, workers=1, workdir=str(data))
+    n1.start()
+    n1.wait_for_step(5)
+    assert n1.drain() == 0
+    data.rename(away)
+    n1.start()
+    n1.wait_for_log(f"job one is refused by this node: workdir: the working directory '{data}' does not exist")
+    away.rename(data)
+    until(lambda: n1.steps()[-1][0] > 1, n1.diagnostics)
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
 def test_stopped_runner_does_not_count_as_an_orphan(node: MakeNode) -> None:
     n1 = node(adopt_timeout="5s")
     sleeping(n1)

@@ -8,7 +8,8 @@
 > state n1 quarantined REASON      what the node says of itself
 > away n1 | back n1 | gone n1      its card goes, comes back; it was away for too long
 > without llm n1              the job's own Round does not have that node any more
-> refuse llm n1 REASON        its runner there will not run it
+> refuse llm n1 REASON        its runner there will not run it; `> accept llm n1`: it would by now
+> retry n1                    it tries again what it has refused
 > slow n1 | quick n1          runners on it stay until `quick`, though they were told to leave
 > again                       nothing has happened
 """
@@ -82,6 +83,8 @@ class Fleet:
                 self.refusals[name, words[0]] = " ".join(words[1:])
             case "accept":
                 del self.refusals[name, words[0]]
+            case "retry":
+                self.cards[name] = replace(self.cards[name], runners=())
             case "slow":
                 self.slow.add(name)
             case "quick":
@@ -115,10 +118,13 @@ class Fleet:
                 continue
             why = self.refusals.get((placement.job, card.node))
             state = "running" if why is None else "refused"
-            running.append(RunnerStatus(placement.job, placement.number, seat.slots, state, why or ""))  # type: ignore[arg-type]
+            slots = seat.slots if why is None else ()
+            running.append(RunnerStatus(placement.job, placement.number, slots, state, why or ""))  # type: ignore[arg-type]
         here = {(r.job, r.number) for r in running}
+        if card.node not in self.cordons:
+            running += [r for r in card.runners if r.state == "refused" and (r.job, r.number) not in here]
         if card.node in self.slow:
-            left = [r for r in card.runners if (r.job, r.number) not in here]
+            left = [r for r in card.runners if (r.job, r.number) not in here and r.state != "refused"]
             running += [replace(r, state="leaving") for r in left]
         return replace(card, runners=tuple(running))
 

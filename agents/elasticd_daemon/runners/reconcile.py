@@ -27,6 +27,8 @@ SubmissionMark = tuple[str, float]
 
 CRASH_BACKOFFS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Before the n-th start after a crash of a runner. The first start is immediate: a single crash is mostly a kill -9."""
+REFUSAL_RETRY_S = 300.0
+"""Before a node tries a job again that it has refused."""
 STABLE_AFTER_S = 600.0
 """A runner that ran this long started correctly: its crash counts as the first one."""
 
@@ -92,8 +94,8 @@ class RunOutcomes:
     """The ends of runners of this node, while they matter; kept by the main loop between turns."""
 
     exits: dict[RunKey, RunnerExit] = field(default_factory=dict)
-    _marks: dict[RunKey, SubmissionMark | None] = field(default_factory=dict)
-    """Of which submission each exit is; None: not known."""
+    _noted: dict[RunKey, tuple[float, SubmissionMark | None]] = field(default_factory=dict)
+    """When each exit was noted, and of which submission it is; None: not known."""
     backoffs: dict[RunKey, CrashBackoff] = field(default_factory=dict)
 
     def add(self, end: RunnerEnd, ran_s: float, now: float) -> str:
@@ -106,7 +108,7 @@ class RunOutcomes:
         if exit is not None and exit.outcome in ("succeeded", "failed", "refused"):
             self.backoffs.pop(key, None)
             self.exits[key] = exit
-            self._marks[key] = _mark_of(end.spec)
+            self._noted[key] = now, _mark_of(end.spec)
             if exit.outcome == "refused":
                 return f"job {job} is refused by this node: {exit.reason}"
             return f"job {job} has {exit.outcome}: {exit.reason}"
@@ -124,19 +126,23 @@ class RunOutcomes:
     def forget(self, key: RunKey) -> None:
         self.exits.pop(key, None)
         self.backoffs.pop(key, None)
-        self._marks.pop(key, None)
+        self._noted.pop(key, None)
 
-    def forget_recorded(self, view: ClusterView, node: str) -> None:
-        """Drop exits that are in the store, and refusals once this node is cordoned, because a person repairs it; and
-        those of an earlier job of this name and number: a store that has lost its data numbers jobs anew.
+    def forget_recorded(self, view: ClusterView, node: str, retry_refused_before: float) -> None:
+        """Drop exits that are in the store, and those of an earlier job of this name and number: a store that has lost
+        its data numbers jobs anew.
+
+        Refusals are dropped once this node is cordoned, because a person repairs it, and where they were noted before
+        `retry_refused_before`, in monotonic seconds: a file server that was away may be back.
         """
         cordoned = any(cordon.node == node for cordon in view.cordons)
         submitted = {(s.job, s.number): s for s in view.submissions} if self.exits else {}
         for key, exit in list(self.exits.items()):
-            repaired = exit.outcome == "refused" and cordoned
+            noted_at, mark = self._noted[key]
+            is_over = exit.outcome == "refused" and (cordoned or noted_at < retry_refused_before)
             now = submitted.get(key)
-            is_submitted = now is not None and self._marks[key] in (None, (now.token, now.submitted_at))
-            if repaired or not is_submitted or view.result(*key) is not None:
+            is_submitted = now is not None and mark in (None, (now.token, now.submitted_at))
+            if is_over or not is_submitted or view.result(*key) is not None:
                 self.forget(key)
 
 

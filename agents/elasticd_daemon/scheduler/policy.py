@@ -257,9 +257,11 @@ def _retain_assignments(
 
 
 def _refusals(key: tuple[str, int], written: Placement | None, view: ClusterView) -> dict[str, str]:
-    """The nodes that refused the job, and why. A cordon ends a refusal: its node was repaired, or will be."""
-    cordoned = {cordon.node for cordon in view.cordons}
-    refusals = {} if written is None else {r.node: r.why for r in written.refusals}
+    """The nodes that refuse the job, and why: as they report, or as they did before they were absent. A cordon ends a
+    refusal: its node was repaired, or will be.
+    """
+    cordoned, present = {cordon.node for cordon in view.cordons}, {status.node for status in view.nodes}
+    refusals = {} if written is None else {r.node: r.why for r in written.refusals if r.node not in present}
     for status in view.nodes:
         for runner in status.runners:
             if (runner.job, runner.number) == key and runner.state == "refused":

@@ -70,6 +70,8 @@ class Scheduler:
     on_change: Callable[[], None] = lambda: None  #: called from any thread when there is something to look at
     announce: Callable[[str, bytes, float], Lease | None] | None = None  #: creates the key in place of `store.announce`
     cache: StoreCache | None = None  #: shared with the rest of the agent; None: its own
+    trained_here: Callable[[str, int], bool] = lambda job, number: False
+    """Whether this node has logs of the job's ranks: without etcd its rounds are in no store."""
     key_version: int | None = None  #: the scheduler key's, while this agent holds it
     _key: LeasedKey = field(init=False)
     _records: StoreCache = field(init=False)
@@ -188,7 +190,7 @@ class Scheduler:
         since_boot = max(now, BOOT_GRACE_S)  # monotonic time begins at the boot
         self._refused_since = {key: self._refused_since.get(key, since_boot) for key in refused}
         for (job, number), since in self._refused_since.items():
-            if now >= since + self.refuse_timeout_s and self._current_round(job, number) is None:
+            if now >= since + self.refuse_timeout_s and not self._has_trained(job, number):
                 why = f"every node refused it for {self.refuse_timeout_s:g} s: {refused[job, number]}"
                 job_queue.record_result(self.store, JobResult(job, number, "failed", 1, why, time.time()))
                 self._records.clear()
@@ -305,16 +307,20 @@ class Scheduler:
         behind = set()
         for placement in placements:
             absent = [a.node for a in placement.assignments if a.node in self._absent_since]
-            if absent and (round := self._current_round(placement.job, placement.number)) is not None:
+            round = self._last_round(placement.job, placement.number) if absent else None
+            if round is not None and not round.terminal:
                 behind |= {(placement.job, node) for node in absent if round.member(node) is None}
         return frozenset(behind)
 
-    def _current_round(self, job: str, number: int) -> Round | None:
-        """The Round that this run of the job has now, if it is in this store."""
+    def _has_trained(self, job: str, number: int) -> bool:
+        return self._last_round(job, number) is not None or self.trained_here(job, number)
+
+    def _last_round(self, job: str, number: int) -> Round | None:
+        """The newest Round of this run of the job, if it is in this store."""
         key = Keys(job).round
         entry = self.store.read(key)
         try:
             round = None if entry is None else decode_record(Round, key, entry.value)
         except WireError:
             return None
-        return round if round is not None and round.run == str(number) and not round.terminal else None
+        return round if round is not None and round.run == str(number) else None

@@ -320,17 +320,19 @@ def test_node_that_returns_with_fewer_slots() -> None:
     assert moved.reason == "n1 has 3 slots now; runs on n1 (slots 0-1)"
 
 
-def test_refusal_is_kept_after_the_runner_is_gone() -> None:
-    """The node status does not show it any more; another run of the job may start there."""
+def test_refusal_is_kept_while_its_node_is_absent() -> None:
+    """One that is there and does not report it any more tries the job again; another run may start there, too."""
     one = after(view(job(), nodes={"n1": 4, "n2": 4}))
     refused = RunnerStatus("a", 1, (0, 1, 2, 3), "refused", "no such script")
     node_statuses = (replace(one.nodes[0], runners=(refused,)), one.nodes[1])
     two = after(replace(one, nodes=node_statuses))
     assert words(two, "a") == "n1 refused it: no such script; runs on n2 (slots 0-3)"
-    three = after(replace(two, nodes=(one.nodes[0],)))
+    three = after(replace(two, nodes=(), absent_nodes=(one.nodes[0],)))
     assert "pending" in words(three, "a")
-    assert "n1 refused it: no such script" in words(three, "a")
-    other_run = replace(three, submissions=(job(number=5),))
+    assert [refusal.node for refusal in three.placements[0].refusals] == ["n1"]
+    back = replace(three, nodes=(one.nodes[0],), absent_nodes=())
+    assert words(after(back), "a") == "runs on n1 (slots 0-3)"
+    other_run = replace(two, nodes=(node_statuses[0],), submissions=(job(number=5),))
     assert words(after(other_run), "a") == "runs on n1 (slots 0-3)"
 
 

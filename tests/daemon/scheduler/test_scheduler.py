@@ -84,7 +84,8 @@ def test_job_that_every_node_refuses_fails_with_their_reasons(trained: bool, boo
         scheduler.refuse_timeout_s = 30.0
     fleet.submit("llama")
     if trained:
-        fleet.memory.compare_and_swap(Keys("llama").round, None, round_of("llama", "1", "a").to_json())
+        last = round_of("llama", "1", "a", ended=True)  # as a drain of its only node leaves it
+        fleet.memory.compare_and_swap(Keys("llama").round, None, last.to_json())
     fleet.turn()
 
     def refuse(*nodes: str) -> None:
