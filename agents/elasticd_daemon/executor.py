@@ -30,7 +30,6 @@ class Executor:
     metrics: NodeMetrics
     specs: SpecBuilder
     outcomes: RunOutcomes
-    _retry_at: dict[tuple[str, int], float] = field(default_factory=dict)
     _started_at: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def is_own_runner(self, key: tuple[str, int]) -> bool:
@@ -45,10 +44,7 @@ class Executor:
                 sentence = f"job {spec.job}: stopping its runner: {stop.why}"
                 self.journal.event(events.RunnerStopRequestedEvent, sentence, name=spec.job, number=spec.number)
         for start in plan.start:
-            key = (start.submission.job, start.submission.number)
-            if now >= self._retry_at.get(key, now):
-                self._retry_at.pop(key, None)
-                self._start(start, now)
+            self._start(start, now)
 
     def _start(self, start: RunnerStart, now: float) -> None:
         key = (start.submission.job, start.submission.number)
@@ -58,7 +54,7 @@ class Executor:
         except (OSError, UsageError) as error:
             where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
             why = f"{where}{error.strerror}" if isinstance(error, OSError) else str(error)
-            self._retry_at[key] = now + START_RETRY_S
+            self.outcomes.add_failed_start(key, why, now + START_RETRY_S)
             self.journal.warn(f"job {spec.job} cannot be started: {why}; retrying in {START_RETRY_S:g} s")
             return
         if pid is None:

@@ -12,8 +12,8 @@ import pytest
 from elasticd.errors import UsageError
 from elasticd_daemon.executor import START_RETRY_S, Executor
 from elasticd_daemon.metrics import NodeMetrics
-from elasticd_daemon.records import Submission
-from elasticd_daemon.runners.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
+from elasticd_daemon.records import ClusterView, Placement, SlotAssignment, Submission
+from elasticd_daemon.runners.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes, reconcile
 from elasticd_daemon.runners.spawn import NodeRefusesJob
 from elasticd_daemon.runners.spec import RunnerSpec, exit_for
 
@@ -113,10 +113,15 @@ def test_full_disk_is_retried(runners: FakeRunners) -> None:
     executor, outcomes, log = executor_for(runners)
     executor.execute(PLAN, 100.0)
     assert log == ["job llm cannot be started: /state/jobs/llm.1: No space left on device; retrying in 10 s"]
-    calls = len(runners.calls)
-    executor.execute(PLAN, 100.0 + START_RETRY_S - 1)
-    assert len(runners.calls) == calls
+    view = ClusterView(
+        submissions=(PLAN.start[0].submission,), placements=(Placement("llm", 1, (SlotAssignment("n1", (0,)),), ""),)
+    )
+    early = reconcile(view, "n1", (), outcomes, "", 101.0)
+    (shown,) = early.runner_statuses
+    why = "it cannot start: /state/jobs/llm.1: No space left on device"
+    assert (early.start, early.next_start_at, shown.state) == ((), 100.0 + START_RETRY_S, "starting")
+    assert shown.why == f"{why}; 1 time in a row, the next start is in 9 s"
     runners.start_fails = runners.account_fails = runners.refuse_fails = None
-    executor.execute(PLAN, 100.0 + START_RETRY_S)
+    executor.execute(reconcile(view, "n1", (), outcomes, "", 100.0 + START_RETRY_S), 100.0 + START_RETRY_S)
     assert executor.is_own_runner(("llm", 1))
     assert not outcomes.exits

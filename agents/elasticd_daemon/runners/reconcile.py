@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elasticd.errors import WireError
-from elasticd_agent.model.phrases import ranges
+from elasticd_agent.model.phrases import count, ranges
 from elasticd_daemon.records import ClusterView, JobResult, Placement, RunnerStatus, Submission
 from elasticd_daemon.runners.spec import RunnerExit, RunnerSpec
 
@@ -60,7 +60,7 @@ class RunnerEnd:
 
 @dataclass(frozen=True, slots=True)
 class CrashBackoff:
-    """A runner that ended before its job."""
+    """A runner that ended before its job, or could not be started."""
 
     crashes: int
     retry_at: float
@@ -122,6 +122,13 @@ class RunOutcomes:
         self.backoffs[key] = CrashBackoff(crashes, now + wait_s, f"its runner {how}")
         when = f"in {wait_s:g} s" if wait_s else "at once"
         return f"job {job}: its runner {how}; if the job is still scheduled here, another runner starts {when}"
+
+    def add_failed_start(self, key: RunKey, why: str, retry_at: float) -> None:
+        """Note that a runner could not be started."""
+        before = self.backoffs.get(key)
+        self.backoffs[key] = CrashBackoff(
+            1 if before is None else before.crashes + 1, retry_at, f"it cannot start: {why}"
+        )
 
     def forget(self, key: RunKey) -> None:
         self.exits.pop(key, None)
@@ -211,7 +218,7 @@ def _plan_starts(
         elif backoff is not None and backoff.retry_at > now:
             next_start_at = backoff.retry_at if next_start_at is None else min(next_start_at, backoff.retry_at)
             in_s = backoff.retry_at - now
-            why = f"{backoff.why}; {backoff.crashes} times in a row, the next start is in {in_s:.0f} s"
+            why = f"{backoff.why}; {count(backoff.crashes, 'time')} in a row, the next start is in {in_s:.0f} s"
             waiting.append(RunnerStatus(*key, slots, "starting", why))
         else:
             start.append(RunnerStart(submission, slots))
