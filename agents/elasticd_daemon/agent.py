@@ -38,6 +38,7 @@ from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.notice_options import parse_notice_service
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import Rendezvous
+from elasticd_agent.model.phrases import listing
 from elasticd_agent.model.version import version
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
@@ -61,7 +62,7 @@ from elasticd_daemon.api.service import JobService
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.allow_lists import refusal
 from elasticd_daemon.config.job_file import JobFile
-from elasticd_daemon.config.load import load, merge_reloaded
+from elasticd_daemon.config.load import KEYS_THAT_LOSE_JOBS, load, merge_reloaded
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
 from elasticd_daemon.dashboard.login import LoginCookies
 from elasticd_daemon.dashboard.routes import DashboardRoutes
@@ -156,7 +157,12 @@ def _run_agent(
         stack.callback(monitor.close)
     rendezvous = store_rendezvous(settings)
     specs = SpecBuilder(settings, rendezvous, settings.devices(os.environ))
-    loop = NodeLoop(parts, specs, lambda old: _reload(parts, old, read()), replacement_error)
+    loop = NodeLoop(
+        parts,
+        specs,
+        lambda old: _reload(parts, old, read()),
+        lambda: replacement_error() or _lost_jobs_error(loop, read),
+    )
     serving = _open_api(loop, parts)
     stack.callback(serving.close)
     cleaner = DiskCleaner(state, loop.jobs_with_files_in_use, lambda: float(loop.settings.keep_ended_s), journal.log)
@@ -412,6 +418,18 @@ def installed_version_error(arguments: Sequence[str] = ()) -> str:
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     why = last.removeprefix("elasticd agent: error: ")
     return "" if done.returncode == 0 else f"the installed version does not start: {why}"
+
+
+def _lost_jobs_error(loop: NodeLoop, read: Callable[[], NodeSettings]) -> str:
+    """Why a replacement would not be the agent of the jobs that run here; "" if it would."""
+    try:
+        new = read()
+    except UsageError:  # the installed version has understood it
+        return ""
+    lost = [key for key in KEYS_THAT_LOSE_JOBS if getattr(new, key) != getattr(loop.settings, key)]
+    if not lost or not loop.jobs():
+        return ""
+    return f"with another {listing(lost)} it would not find the jobs that run here; systemctl restart drains them first"
 
 
 def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> NoReturn:

@@ -78,7 +78,8 @@ only ever in files: there is no variable for a password or a token. The variable
 **SIGHUP** (`systemctl reload elasticd-agent`) reads the file and the variables of the agent's start again. After an
 error the sentence is logged and nothing changes. Otherwise the keys marked *reloads* take effect at once. For each
 other key that differs, one log line says that it takes effect at the next start: SIGUSR2, which replaces the agent
-without disturbing a job, or `systemctl restart`, which drains the node.
+without disturbing a job, or `systemctl restart`, which drains the node. With another `node` or `state_dir` the agent
+does not replace itself while jobs run: it would not find them.
 
 ## Keys
 

@@ -201,6 +201,9 @@ def read_config(path: Path) -> tuple[bytes, FileMode]:
 # ---- SIGHUP
 
 _AFTER_RESTART = "takes effect at the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
+_AFTER_DRAIN = "takes effect at the next start (systemctl restart, which drains)"
+KEYS_THAT_LOSE_JOBS = ("node", "state_dir")
+"""An agent with another one finds none of the jobs that run."""
 
 
 def merge_reloaded(old: NodeSettings, new: NodeSettings) -> tuple[NodeSettings, list[str]]:
@@ -217,7 +220,8 @@ def _merge_structs(old: Any, new: Any, outer: str, sentences: list[str]) -> Any:
             settled[field.name] = _merge_structs(before, now, f"{key}.", sentences)
         elif before != now:
             at_once = meta_of(field).reloadable
-            when = "from now on" if at_once else _AFTER_RESTART
+            restart = _AFTER_DRAIN if key in KEYS_THAT_LOSE_JOBS else _AFTER_RESTART
+            when = "from now on" if at_once else restart
             sentences.append(f"{key}: {_value_text(now)} instead of {_value_text(before)} {when}")
             if not at_once:
                 settled[field.name] = before
