@@ -67,12 +67,14 @@ def _take_lock(path: Path) -> int | None:
 
 
 def persistent_incarnation(state: Path, node: str) -> str:
-    """This agent's identity, constant for this directory and node name. Raises UsageError."""
-    path = state / IDENTITY_FILE
+    """This agent's identity, constant for this directory, node name and boot: a copy of the directory that another
+    machine has, from a disk image or a backup, is another agent's. Raises UsageError.
+    """
+    path, boot = state / IDENTITY_FILE, liveness.boot_id()
     try:
         known = json.loads(path.read_bytes())
         if known["node"] == node and isinstance(known["incarnation"], str) and known["incarnation"]:
-            return str(known["incarnation"])
+            return f"{known['incarnation']}-{boot}"
     except (OSError, ValueError, TypeError, KeyError):
         pass
     made = secrets.token_hex(8)
@@ -82,7 +84,7 @@ def persistent_incarnation(state: Path, node: str) -> str:
         # On a full disk only this process has it: the next one waits until its leases have expired.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise UsageError(f"{path}: {error.strerror}") from None
-    return made
+    return f"{made}-{boot}"
 
 
 def cookie_key(state: Path) -> bytes:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_daemon import keys as names
 from elasticd_daemon.records import NodeStatus
 from elasticd_daemon.registration import NodeNameConflict, NodeStatusPublisher
+from elasticd_daemon.runners import liveness
 from elasticd_daemon.scheduler.scheduler import Scheduler
+from elasticd_daemon.state_dir import persistent_incarnation
 from tests.daemon.stores import Clock, InterruptedStore
 
 
@@ -115,3 +119,13 @@ def test_agent_whose_name_another_one_has_leaves_that_one_known(clock: Clock, me
     assert memory.read(names.KNOWN_NODES + "a") is not None
     one.announcement.leave()
     assert memory.read(names.KNOWN_NODES + "a") is None
+
+
+def test_copy_of_the_state_directory_on_another_machine_is_another_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines of one disk image, with one name: each would take the other's status for its own."""
+    own = persistent_incarnation(tmp_path, "a")
+    assert persistent_incarnation(tmp_path, "a") == own
+    monkeypatch.setattr(liveness, "boot_id", lambda: "another machine's")
+    assert persistent_incarnation(tmp_path, "a") != own
