@@ -91,6 +91,7 @@ ADDRESS_TIMEOUT_S, ADDRESS_RETRY_S = 2.0, 5.0
 """A name server that does not answer takes minutes, longer than runners wait for an agent."""
 GC_THRESHOLDS = (20_000, 20, 20)
 """The store's records have no cycles: with Python's own thresholds lists of 10,000 jobs take twice the time."""
+_LOOPBACK = ("127.", "::1", "localhost")
 _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
     signal.SIGTERM: SignalRequest("drain", "SIGTERM"),
     signal.SIGINT: SignalRequest("drain", "SIGINT"),
@@ -169,6 +170,11 @@ def _run_agent(
     stack.callback(cleaner.close)
 
     def use(address: str) -> None:
+        if not address:
+            journal.warn(
+                f"http.bind {settings.http.bind} is for this machine only: other nodes cannot ask this one for logs "
+                "and ranks of its jobs; write an address that they can reach, or 0.0.0.0"
+            )
         serving.token_auth.address = address
         loop.set_address(address)
         inbox.put(Wakeup())
@@ -352,11 +358,21 @@ def find_address(find: Callable[[], str], use: Callable[[str], None], warn: Call
 
 
 def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int]) -> str:
-    """HOST:PORT of this agent for other nodes. Raises StoreUnavailable while no name of the store is known."""
-    host, port = bound_to
+    """HOST:PORT of this agent for other nodes; "": they would ask themselves at the loopback address that it has.
+
+    Raises StoreUnavailable while no name of the store is known.
+    """
+    (host, port), endpoints = bound_to, rendezvous.endpoints
+
+    def reachable() -> str:
+        return settings.local_addr or (local_address(endpoints, None) if endpoints else "127.0.0.1")
+
     if host in ("0.0.0.0", "::"):
-        endpoints = rendezvous.endpoints
-        host = settings.local_addr or (local_address(endpoints, None) if endpoints else "127.0.0.1")
+        host = reachable()
+    elif endpoints and host.startswith(_LOOPBACK):
+        with contextlib.suppress(UsageError):  # no other machine is known
+            if not reachable().startswith(_LOOPBACK):
+                return ""
     return format_endpoint(host, port)
 
 

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from elasticd.errors import StoreUnavailable
 from elasticd.sigterm import TOGETHER_S
+from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_daemon import agent
 from elasticd_daemon import keys as names
@@ -103,6 +106,22 @@ def test_name_server_that_does_not_answer_does_not_keep_an_agent_from_its_start(
     assert said == ["no name of the store was resolved within 0.05 s; until then other nodes cannot ask this one"]
     answers.set()
     assert used.get(timeout=30) == "10.0.0.1:9411"
+
+
+@pytest.mark.parametrize(
+    ("bound", "local", "address"),
+    [
+        ("127.0.0.1", "10.0.0.7", ""),
+        ("::1", "fd00::7", ""),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1:9411"),
+        ("0.0.0.0", "10.0.0.7", "10.0.0.7:9411"),
+        ("10.0.0.8", "10.0.0.7", "10.0.0.8:9411"),
+    ],
+)
+def test_address_that_leads_others_to_themselves_is_not_told(bound: str, local: str, address: str) -> None:
+    settings: Any = SimpleNamespace(local_addr=local)
+    etcd = Rendezvous(backend="etcd", endpoints=(("10.0.0.1", 2379),))
+    assert agent._advertised_address(settings, etcd, (bound, 9411)) == address
 
 
 @pytest.mark.system

@@ -42,7 +42,7 @@ class Peers:
     ) -> Reply:
         """Raises Unreachable, also if the agent denies access."""
         if not address:
-            raise Unreachable("its agent has no address for other nodes")
+            raise Unreachable("its agent has no address that other nodes can reach (http.bind in its agent.toml)")
         try:
             host, port = parse_endpoint(address)
             context = client_tls_context(self.ca) if self.tls else None

@@ -696,7 +696,7 @@ def test_peer_certificates_are_verified(serve: Serve, tmp_path: Path, name: str 
 def test_nodes_beyond_the_limit_are_reported_as_not_asked() -> None:
     said = Peers(lambda: None).request_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/local/jobs/llama")
     assert len(said) == 300
-    assert said["n255"] == "its agent has no address for other nodes"
+    assert said["n255"] == "its agent has no address that other nodes can reach (http.bind in its agent.toml)"
     assert said["n256"] == said["n299"] == "not asked: at most 256 nodes are"
 
 
