@@ -58,8 +58,9 @@ class Authority:
         self._ca.cert_pem.write_to_path(str(path))
         return path
 
-    def server(self, *names: str, expired: bool = False, ask_clients: bool = False) -> ServerTls:
-        cert, key = self._issue(names or ("127.0.0.1", "localhost"), expired)
+    def server(self, *names: str, expired: bool = False, early: bool = False, ask_clients: bool = False) -> ServerTls:
+        """`early`: its certificate is of tomorrow."""
+        cert, key = self._issue(names or ("127.0.0.1", "localhost"), expired, early=early)
         return ServerTls(cert, key, self.ca if ask_clients else None)
 
     def client(self, *, certified: bool = False, user: str | None = None) -> Tls:
@@ -69,9 +70,12 @@ class Authority:
         cert, key = self._issue(("agent.test",), False, user)
         return Tls(ca=self.ca, cert=cert, key=key)
 
-    def _issue(self, names: Sequence[str], expired: bool, user: str | None = None) -> tuple[Path, Path]:
-        ended = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=2)
-        issued = self._ca.issue_cert(*names, common_name=user, not_after=ended if expired else None)
+    def _issue(
+        self, names: Sequence[str], expired: bool, user: str | None = None, *, early: bool = False
+    ) -> tuple[Path, Path]:
+        now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
+        limits = {"not_before": now + day if early else None, "not_after": now - 2 * day if expired else None}
+        issued = self._ca.issue_cert(*names, common_name=user, **limits)
         self._made += 1
         cert, key = (self.folder / f"{self._made}.{kind}.pem" for kind in ("cert", "key"))
         issued.cert_chain_pems[0].write_to_path(str(cert))

@@ -92,6 +92,19 @@ def test_untrusted_certificate(authority: Authority, stranger: Authority, capfd:
     assert capfd.readouterr() == ("", ""), "gRPC has nothing to add"
 
 
+def test_certificate_of_the_future_is_awaited(authority: Authority) -> None:
+    """At a boot the clock may be years behind until it is set: the agent must not give up for good."""
+    with (
+        etcd_servers(tls=authority.server(early=True)) as etcd,
+        opened(etcd.endpoints, tls=authority.client(), timeout_s=2.0) as store,
+    ):
+        with pytest.raises(StoreUnavailable, match="is not valid yet: is the clock of this machine right"):
+            store.read("job/k")
+        etcd.certify(authority.server())
+        etcd.restart()
+        assert works(store)
+
+
 def test_tls_on_one_side_only(authority: Authority) -> None:
     with etcd_servers(tls=authority.server()) as etcd:
         refused(etcd.endpoints, "uses TLS", "https://")

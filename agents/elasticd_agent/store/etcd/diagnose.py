@@ -21,6 +21,8 @@ from elasticd_agent.system.network.addresses import format_endpoint
 _EMPTY_SETTINGS_FRAME = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_SETTINGS_FRAME
 _FRAME_TYPE, _SETTINGS = 3, 4
+_NOT_YET_VALID_CODE = 9
+"""X509_V_ERR_CERT_NOT_YET_VALID (openssl/x509_vfy.h)."""
 
 
 def make_context(tls: Tls) -> ssl.SSLContext:
@@ -48,6 +50,10 @@ def check_tls(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> No
             secure.sendall(_HTTP2_PREFACE)
             secure.recv(9)
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code == _NOT_YET_VALID_CODE:  # at a boot the clock may not be set yet
+            raise StoreUnavailable(
+                f"the certificate of etcd at {where} is not valid yet: is the clock of this machine right?"
+            ) from error
         raise StoreRefused(
             f"the certificate of etcd at {where} is not valid: {error.verify_message}; check its dates, the names "
             "in it, and that the CA given is the one that signed it"
