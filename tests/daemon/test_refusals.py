@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,6 +233,21 @@ def test_job_that_has_trained_goes_on_once_its_directory_is_back(node: MakeNode,
     n1.wait_for_log(f"job one is refused by this node: workdir: the working directory '{data}' does not exist")
     away.rename(data)
     until(lambda: n1.steps()[-1][0] > 1, n1.diagnostics)
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_runner_whose_directory_is_removed_says_so(node: MakeNode) -> None:
+    """As systemd-logind does at the logout of the job's user; its agent lives, and cannot reach it."""
+    n1 = node(adopt_timeout="5s")
+    sleeping(n1)
+    n1.start()
+    ready(n1)
+    runtime = n1.files("one").runtime.resolve()
+    shutil.rmtree(runtime)
+    n1.event("runner_ended", name="one")
+    assert f"{runtime} was removed while the job ran" in n1.log
+    n1.until(lambda: len(n1.events("runner_started")) == 2, "another runner")
     assert n1.drain() == 0
 
 

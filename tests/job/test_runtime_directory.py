@@ -16,6 +16,7 @@ from elasticd_agent.job.run import remove_stale_directories, runtime_directory
 from elasticd_agent.job.worker_setup import WorkerSetup
 from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, Rendezvous
 from elasticd_agent.model.records import Member, Round
+from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.logs import JobLogs
 
@@ -152,5 +153,8 @@ def test_files_of_older_rounds_are_removed(tmp_path: Path) -> None:
     )
     for number in (1, 4, 7, 8):
         files.prepare(Round(number, (Member("n1", "i", (0,)),)), "127.0.0.1").observer.close()
-    outlet.close()
     assert sorted(path.name for path in tmp_path.glob("round-*")) == ["round-7", "round-8"]
+    remove_tree(tmp_path)
+    with pytest.raises(OSError, match="was removed while the job ran, as systemd-logind does"):
+        files.prepare(Round(9, (Member("n1", "i", (0,)),)), "127.0.0.1")
+    outlet.close()

@@ -35,6 +35,14 @@ from elasticd_agent.workers.launcher.writer_process import SOCKET_NAME
 from elasticd_agent.workers.logs import JobLogs
 
 
+def removed_sentence(runtime: Path) -> str:
+    """What has happened to a job whose runtime directory is not there any more."""
+    return (
+        f"{runtime} was removed while the job ran, as systemd-logind does when the job's user logs out (elasticd docs "
+        "assumptions#processes-and-machines)"
+    )
+
+
 class WorkerSetup:
     """Prepares the workers of each round on this node."""
 
@@ -67,7 +75,10 @@ class WorkerSetup:
         cannot be written; the start of the group fails then, with that sentence.
         """
         directory = self._runtime / f"round-{round.number}"
-        directory.mkdir(mode=0o700)
+        try:
+            directory.mkdir(mode=0o700)
+        except FileNotFoundError:
+            raise OSError(removed_sentence(self._runtime)) from None
         # By the existing directories, since this node is not in every round.
         older = sorted(int(path.name[6:]) for path in self._runtime.glob("round-*") if path != directory)
         for number in older[:-1]:

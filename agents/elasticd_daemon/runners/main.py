@@ -33,6 +33,7 @@ from elasticd_agent.job import preflight
 from elasticd_agent.job.loop import Message
 from elasticd_agent.job.reporting import Reporting
 from elasticd_agent.job.run import RunContext, run_job
+from elasticd_agent.job.worker_setup import removed_sentence
 from elasticd_agent.model.job import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, JobSpec, Policy, RunnerSettings
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
@@ -219,7 +220,7 @@ class RunnerReporting(Reporting):
         runner_spec: RunnerSpec,
         history: JobHistorySink,
     ) -> None:
-        self._runner_spec = runner_spec
+        self._runner_spec, self._runtime = runner_spec, runtime
         self._history = history
         super().__init__(spec, policy, settings, node, runtime)
         self._about |= {"number": runner_spec.number, "slots": list(runner_spec.slots), "version": version()}
@@ -240,7 +241,10 @@ class RunnerReporting(Reporting):
         def stop(why: str) -> None:
             post(StopRequested("SIGTERM", TERMINATED_EXIT_CODE, time.monotonic(), why))
 
-        watchdog = AgentWatchdog(self._runner_spec.adopt_timeout_s, stop)
+        def leave_alone(why: str) -> None:
+            stop(why if self._runtime.exists() else removed_sentence(self._runtime))
+
+        watchdog = AgentWatchdog(self._runner_spec.adopt_timeout_s, leave_alone)
         self.callback(watchdog.close)
 
         def brief() -> dict[str, Any]:
