@@ -303,7 +303,12 @@ def _expand_node_labels(table: Mapping[str, Any]) -> Mapping[str, Any]:
     nodes, listed = table.get("nodes"), table.get("node_labels", [])
     if not isinstance(nodes, dict) or not isinstance(listed, list):
         return table
-    labels = [f"{name}={value}" for name, value in nodes.items() if name != "count"]
+    labels = []
+    for name, value in nodes.items():
+        if name != "count":
+            if isinstance(value, bool) or not isinstance(value, (str, int)):  # 570.10 would be 570.1, true True
+                raise ConfigError(f"nodes.{name}", f'is a label and must be text; write it as in {name} = "h100"')
+            labels.append(f"{name}={value}")
     return {**table, "nodes": nodes.get("count", 1), "node_labels": [*listed, *labels]}
 
 
