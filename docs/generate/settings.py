@@ -128,7 +128,8 @@ job that every node refuses blocks no other job, and has failed after `refuse_ti
 **Where it runs.** In `workdir`, as `user`, with the agent's environment without the agent's own variables (its
 `ELASTICD_` and `PYTHON…` variables, systemd's), then `HOME` and the like of the user, then `env`. `PATH` and
 `LD_LIBRARY_PATH` in `env` apply to the job alone. The user's shell profile is not read. Variables that elasticd sets
-for workers (`RANK`, `MASTER_ADDR`, `ELASTICD_…`) are refused.
+for workers (`RANK`, `MASTER_ADDR`, `ELASTICD_…`) are refused. Files that the job makes are its user's alone
+(umask 077), unless the script calls `os.umask`.
 
 **Which Python.** `python` may be the interpreter of any virtual environment that has torch: the warm launcher runs in
 it without an installation of elasticd. Only a script with `import elasticd` needs elasticd there. A relative path is
