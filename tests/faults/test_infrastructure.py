@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import time
 
 import pytest
 
+from elasticd_agent.model.job import REQUEUE_EXIT_CODE
+from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
-from tests.faults.job import Job, alive, parent_of, until
+from tests.faults.job import Job, alive, comm_of, descendants, parent_of, until
 
 
 @pytest.mark.system
@@ -27,6 +31,36 @@ def test_deaths_of_the_launchers_processes(job: StartJob) -> None:
     assert run.wait() == 128 + signal.SIGTERM
     assert run.event("job_ended")["restarts"] == 5
     assert all(event["warm"] for event in run.events("group_started"))
+
+
+@pytest.mark.system
+def test_owner_that_cannot_be_started_is_tried_again(job: StartJob) -> None:
+    """The machine has no descriptor, process or memory for it at the moment."""
+    run = job("train.py", "100000")
+    run.step(3, round=1)
+    limits = resource.prlimit(run.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (8, limits[1]))
+    os.kill(run.helper("owner"), signal.SIGKILL)
+    until(lambda: "owns the workers cannot be started: Too many open files" in run.err, run.report)
+    resource.prlimit(run.pid, resource.RLIMIT_NOFILE, limits)
+    run.step(3, round=2)
+
+
+@pytest.mark.system
+def test_owner_that_never_stays_ends_this_node_for_now(job: StartJob) -> None:
+    """While it waits for another node, no round of workers is lost with it, which the restart budget would count."""
+    (port,) = free_ports(1)
+    meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "alone"]
+    run = job("plain.py", "${local_rank}", "sleep", flags=[*meet, "--local-addr", "127.0.0.1"])
+    run.helper("owner")
+    while run.process.poll() is None:
+        for pid in descendants(run.pid):
+            if comm_of(pid) == "elasticd-owner":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    assert run.wait() == REQUEUE_EXIT_CODE
+    assert "the process that owns the workers was lost 11 times before it had started any" in run.err
 
 
 def the_template_dies(run: Job, round: int) -> None:

@@ -81,6 +81,8 @@ from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerReport
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
 
+OWNER_RETRY_S, MAX_OWNERS_LOST = 1.0, 10
+"""Owners that are lost in a row before any has started workers, and the time between two of them."""
 LATE_WAKE_S = 0.25
 """A thread that wakes later than this did not run: the machine was suspended, or all cores were taken."""
 LARGE_STATE_BYTES = 1e9
@@ -169,6 +171,8 @@ class JobLoop:
         self._pause: messages.PauseRequested | None = None
         """The round for which the leader wants a pause."""
         self._launcher_settled = False
+        self._owners_lost = 0
+        self._replace_owner_at: float | None = None
         self.round: Round | None = None
         """The Round published last."""
         self._exit_code: int | None = None
@@ -208,7 +212,7 @@ class JobLoop:
         """
         now = time.monotonic()
         times = [*self._timers, *self._kill_at.values(), self.workers.tick(now)]
-        times += [self._rendezvous_at, self._monitor.next_observation_at]
+        times += [self._rendezvous_at, self._monitor.next_observation_at, self._replace_owner_at]
         timeout = min((at - now for at in times if at is not None), default=None)
         self._due_by = due_by = None if timeout is None else now + timeout
         try:
@@ -224,6 +228,8 @@ class JobLoop:
         now = time.monotonic()
         if message is not None:
             self._handle(message, now)
+        if self._replace_owner_at is not None and now >= self._replace_owner_at:
+            self._replace_owner()
         self._run_timers(now)
         self._drain()
         self._turn_rendezvous(now)
@@ -245,6 +251,7 @@ class JobLoop:
             case OwnerLost():
                 self._on_owner_lost()
             case GroupStarted(number):
+                self._owners_lost = 0
                 self._monitor.on_started(message)
                 self._listener.on(message, now)
                 if self._pause is not None and number == self._pause.round_number:
@@ -668,7 +675,29 @@ class JobLoop:
             return
         self._listener.log("the process that owns the workers was killed and its workers with it; starting another one")
         self.workers.close()
-        self.workers = self._make_workers()
+        self._on_no_owner()
+
+    def _on_no_owner(self) -> None:
+        """Start another owner: at once the first time, as somebody has killed it; then the machine may have no room."""
+        self._owners_lost += 1
+        if self._owners_lost == 1:
+            self._replace_owner()
+        elif self._owners_lost <= MAX_OWNERS_LOST:
+            self._replace_owner_at = time.monotonic() + OWNER_RETRY_S
+        else:
+            if (number := self._monitor.number) is not None:
+                self._events.append(messages.GroupEnded(number))
+            why = f"the process that owns the workers was lost {self._owners_lost} times before it had started any"
+            self._events += (messages.StoreAbandoned(why, time.monotonic()), messages.Flushed())
+
+    def _replace_owner(self) -> None:
+        self._replace_owner_at = None
+        try:
+            self.workers = self._make_workers()
+        except OSError as error:
+            self._listener.log(f"the process that owns the workers cannot be started: {error.strerror}")
+            self._on_no_owner()
+            return
         self.workers.set_listener(self._listener)
         if (number := self._monitor.number) is not None:
             self._events.append(messages.GroupEnded(number))

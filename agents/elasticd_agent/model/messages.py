@@ -142,7 +142,7 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True)
 class StoreAbandoned:
-    """The store has been unavailable for longer than this agent waits for it, or of no use."""
+    """The store has been unavailable for longer than this agent waits for it, or of no use; or no owner stays."""
 
     why: str  #: a whole sentence
     at: float
