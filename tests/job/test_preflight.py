@@ -40,6 +40,7 @@ def here(tmp_path: Path) -> Path:
     (place / "tool").write_text("#!/bin/sh\n")
     (place / "tool").chmod(0o755)
     os.mkfifo(place / "pipe")
+    (place / "loop").symlink_to("loop")
     return place
 
 
@@ -79,6 +80,7 @@ WRONG = [
     (["dir"], "is a directory without a __main__.py"),
     (["pipe"], "is not a file"),
     (["train.py/x"], "does not exist"),
+    (["loop"], "/loop' cannot be read: Too many levels of symbolic links"),
     (["--", "--lr", "3"], "name is missing before '--lr'"),
     (["-m", "nonesuch.train"], "there is no module 'nonesuch'"),
     (["--preload", "nonesuch.deep", "train.py"], "--preload nonesuch.deep: there is no module 'nonesuch' in "),

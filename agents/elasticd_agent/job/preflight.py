@@ -79,8 +79,10 @@ def _file_mode(path: Path) -> int:
         return path.stat().st_mode
     except PermissionError:
         raise
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return 0
+    except OSError as error:  # as of a file server that is away
+        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
 def _check_script(spec: JobSpec) -> None:
