@@ -117,8 +117,14 @@ def nodes_to_forget(view: ClusterView, clock_s: float, retention_s: float) -> tu
 def expired_results(
     view: ClusterView, clock_s: float, retention_s: float, max_results: int = MAX_RESULTS
 ) -> tuple[JobResult, ...]:
-    """Pure. The results older than `retention_s`, and the oldest of those above `max_results`; the oldest first."""
-    ended_s = {(p.job, p.number): p.ended_s for p in view.placements if p.ended_s is not None}
+    """Pure. The results older than `retention_s`, and the oldest of those above `max_results`; the oldest first.
+
+    Not of a job that still has a runner: its node would find no record of the job, and register it again.
+    """
+    runners = (runner for status in (*view.nodes, *view.absent_nodes) for runner in status.runners)
+    running = {(runner.job, runner.number) for runner in runners if runner.state != "refused"}
+    ended = (p for p in view.placements if (p.job, p.number) not in running)
+    ended_s = {(p.job, p.number): p.ended_s for p in ended if p.ended_s is not None}
     stamped = sorted(
         (r for r in view.results if (r.job, r.number) in ended_s), key=lambda r: (ended_s[r.job, r.number], r.job)
     )

@@ -17,7 +17,7 @@ from elasticd_agent.model.records import Member, NodeRecord, Round
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_daemon import job_dir, state_dir
 from elasticd_daemon import keys as names
-from elasticd_daemon.records import JobResult, NodeStatus, Placement, Submission
+from elasticd_daemon.records import JobResult, NodeStatus, Placement, RunnerStatus, Submission
 from elasticd_daemon.scheduler import job_queue as queue
 from elasticd_daemon.scheduler import retention as ended
 from elasticd_daemon.scheduler.scheduler import REREAD_S, Scheduler
@@ -87,6 +87,22 @@ def test_records_expire_after_the_retention_time() -> None:
     assert over.left() - before == {Keys("llmer").round, "/other/llm"}
     assert over.memory.read(names.CLEANUP_LEASE) is None
     assert over.run("llm").number == 2, "the id is free, the number is not used again"
+
+
+def test_records_of_a_job_that_still_runs_somewhere_are_kept() -> None:
+    """Its node would find no record that the job was cancelled, and register it again in the store."""
+    over = Queue(retention_s=0.0)
+    running = NodeStatus("b", "i", 4, runners=(RunnerStatus("llm", 1, (0,), "running"),))
+    slow = over.memory.announce(names.NODES + "b", running.to_json(), 1e9)
+    assert slow is not None
+    over.run("llm")
+    over.turns(2 * REREAD_S)
+    assert over.jobs() == {"llm"}
+    slow.withdraw()
+    over.turns(over.scheduler.adopt_timeout_s)
+    assert over.jobs() == {"llm"}
+    over.turns(2 * REREAD_S)  # its runner has left by itself
+    assert over.jobs() == set()
 
 
 @pytest.mark.parametrize("at", [0.0, 9e10])
