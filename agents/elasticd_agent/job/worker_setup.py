@@ -36,7 +36,7 @@ from elasticd_agent.workers.logs import JobLogs
 
 
 def removed_sentence(runtime: Path) -> str:
-    """What has happened to a job whose runtime directory is not there any more."""
+    """The sentence about a job whose runtime directory is not there any more."""
     return (
         f"{runtime} was removed while the job ran, as systemd-logind does when the job's user logs out (elasticd docs "
         "assumptions#processes-and-machines)"

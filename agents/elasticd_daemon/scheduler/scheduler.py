@@ -71,7 +71,7 @@ class Scheduler:
     announce: Callable[[str, bytes, float], Lease | None] | None = None  #: creates the key in place of `store.announce`
     cache: StoreCache | None = None  #: shared with the rest of the agent; None: its own
     trained_here: Callable[[str, int], bool] = lambda job, number: False
-    """Whether this node has logs of the job's ranks: without etcd its rounds are in no store."""
+    """True if this node has logs of the job's ranks; without etcd its rounds are in no store."""
     key_version: int | None = None  #: the scheduler key's, while this agent holds it
     _key: LeasedKey = field(init=False)
     _records: StoreCache = field(init=False)
