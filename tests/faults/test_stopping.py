@@ -37,6 +37,16 @@ def test_signal_reaches_the_workers(job: StartJob, signum: signal.Signals) -> No
     assert not run.events("worker_exited", requested=False)
 
 
+def test_signals_that_the_starter_has_blocked(job: StartJob) -> None:
+    """As a program does that waits for its own. The exits of workers would go unnoticed."""
+    block = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); "
+    block += "os.execv(sys.argv[1], sys.argv[1:])"
+    run = ready(job("plain.py", COLD, "polite", prefix=[sys.executable, "-c", block]))
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert [run.file(f"got-{rank}") for rank in (0, 1)] == ["SIGTERM", "SIGTERM"]
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_does_not_wait(job: StartJob, signum: signal.Signals) -> None:
     quiet = signum == signal.SIGTERM
