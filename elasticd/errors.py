@@ -22,6 +22,8 @@ A message says what happened, where, and what to do about it. RoundChanged is no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 Reason = str
 """A sentence that says why something is refused or has failed, "" if it is not and has not."""
 
@@ -101,6 +103,9 @@ class CheckpointCorrupt(CheckpointError):
 
 class DirectoryInUse(CheckpointError):
     """Another run holds the lock on the checkpoint directory."""
+
+    holder: Mapping[str, str] = {}
+    """The job and the run that hold it, where they can be read."""
 
 
 class ObjectStoreError(CheckpointError, OSError):

@@ -162,6 +162,22 @@ def test_id_of_an_ended_job(nodes: StartNodes) -> None:
     assert again.wait() == 0
 
 
+@pytest.mark.system
+def test_later_run_waits_for_the_directory_of_the_earlier_one(nodes: StartNodes, tmp_path: Path) -> None:
+    both = nodes("1:2")
+    shared = ["--checkpoint-dir", str(tmp_path / "shared")]
+    a = both.agent("a", "tells.py", flags=shared)
+    a.file("told-0")
+    b = both.agent("b", "tells.py", flags=[*shared, "--run", "1"])
+    until(lambda: "is held by run '0' of job" in b.err, "the line about the directory")
+    refused(both.agent("c", "tells.py", flags=[*shared, "--rdzv-id", "another"]), "is held by run '0' of job")
+    (a.work / "enough").touch()
+    assert a.wait() == 0
+    b.file("told-0")
+    (b.work / "enough").touch()
+    assert b.wait() == 0
+
+
 def test_two_agents_with_the_same_node_id(nodes: StartNodes) -> None:
     both = nodes("1:2")
     a = both.agent("a", "tells.py")

@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from elasticd.errors import DirectoryInUse, UsageError
 from elasticd_agent.model.job import JobSpec
+from elasticd_agent.model.records import is_later_run
 from elasticd_agent.system.installation import library_file
 
+RETRY_S = 0.5
 _STORE_TIMEOUT_S = 90.0
 """The time in which an object store answers a few requests, or fails to."""
 
@@ -25,6 +28,36 @@ class DirectoryContent:
 
     highest_round: int = 0
     newest_checkpoint: tuple[int, int] | None = None  #: the (round, step) of the newest checkpoint
+
+
+def wait_for_earlier_run(
+    spec: JobSpec, within_s: float, stopped: Callable[[], bool], log: Callable[[str], None]
+) -> None:
+    """Wait while an earlier run of this job holds the directory: nodes of it may have to end, or to be noticed, first.
+
+    Returns early once `stopped`. What is held by another run then is refused by `lock_directory`.
+    """
+    if spec.checkpoint_dir is None:
+        return
+    from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+
+    lock = DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run, claims=False)
+    deadline, said = time.monotonic() + within_s, False
+    while not stopped() and time.monotonic() < deadline:
+        try:
+            lock.acquire()
+        except DirectoryInUse as error:
+            if error.holder.get("job") != spec.job_id or not is_later_run(spec.run, error.holder.get("run", "")):
+                return
+            if not said:
+                log(f"{error}. Waiting for {within_s:g} s")
+            said = True
+        except OSError:
+            return
+        else:
+            lock.release()
+            return
+        time.sleep(RETRY_S)
 
 
 @contextlib.contextmanager

@@ -108,6 +108,7 @@ def _run(
     received = stack.enter_context(handled_signals(spec.signals, inbox, context.stop_reason))
     if spec.rendezvous.backend != "memory":
         wait_for_route(spec, policy.join_timeout_s, lambda: bool(received), _log.warning)
+        checkpoint_directory.wait_for_earlier_run(spec, policy.join_timeout_s, lambda: bool(received), _log.warning)
         if received:
             return 128 + received[0]
     on_disk = stack.enter_context(checkpoint_directory.lock_directory(spec, _log.warning))

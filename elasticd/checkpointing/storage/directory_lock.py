@@ -118,10 +118,12 @@ class DirectoryLock:
     def _in_use_error(self, fd: int) -> DirectoryInUse:
         holder = _read_holder(fd)
         who = "run {run!r} of job {job!r} (first process {pid} on {host})" if holder else "another run"
-        return DirectoryInUse(
+        error = DirectoryInUse(
             f"checkpoint directory {self._path.parent} is held by {who.format(**holder)}; this is run "
             f"{self._own['run']!r} of job {self._own['job']!r}. Wait for it to end, stop it, or use another directory"
         )
+        error.holder = holder
+        return error
 
 
 def _try_lockf(fd: int, kind: int) -> bool:
