@@ -40,6 +40,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,8 @@ KINDS = (
 _COMMON_FIELDS = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")
 # A longer line is no worker event; a reader does not buffer without a bound.
 _MAX_LINE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
+"""The reader begins a new file then. They lie in memory, and a tiny model saves several times a second."""
 _MAX_NUMBER = 1 << 62
 
 
@@ -133,24 +136,31 @@ class WorkerEventWriter:
 
 
 class WorkerEventReader:
-    """The agent's side: returns each line once. The file need not exist yet. Keeps no descriptor."""
+    """The agent's side: returns each line once. The file need not exist yet. Keeps no descriptor.
+
+    A large file is set aside: writers, which open it for each event, begin another one. At the next read all of them
+    have done so, and what is left in the old one comes first.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = path
+        self._path = os.fspath(path)
+        self._aside: str | None = None  #: the file that was set aside and is not read to its end
         self._offset = 0
         self._partial = b""
 
     def read(self) -> tuple[list[WorkerEvent], list[str]]:
         """The events since the last call, and an error for each line that is not one; none without a file."""
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return [], []
-        try:
-            data = os.pread(fd, _MAX_LINE_BYTES, self._offset)
-        finally:
-            os.close(fd)
-        self._offset += len(data)
+        data = self._read_file()
+        if self._aside is not None and len(data) < _MAX_LINE_BYTES:
+            with suppress(OSError):
+                os.unlink(self._aside)
+            self._aside, self._offset = None, 0
+            with suppress(OSError):  # no file descriptor is left, for example: the next call reads it
+                data += self._read_file()
+        if self._aside is None and self._offset >= MAX_FILE_BYTES:
+            with suppress(OSError):
+                os.rename(self._path, aside := f"{self._path}.read")
+                self._aside = aside
         *lines, self._partial = (self._partial + data).split(b"\n")
         events: list[WorkerEvent] = []
         errors: list[str] = []
@@ -161,9 +171,22 @@ class WorkerEventReader:
                 except WireError as error:
                     errors.append(str(error))
         if len(self._partial) > _MAX_LINE_BYTES:
-            errors.append(f"{os.fspath(self._path)}: a line of more than {_MAX_LINE_BYTES} bytes was dropped")
+            errors.append(f"{self._path}: a line of more than {_MAX_LINE_BYTES} bytes was dropped")
             self._partial = b""
         return events, errors
+
+    def _read_file(self) -> bytes:
+        """The next piece of the file that is read. Raises OSError."""
+        try:
+            fd = os.open(self._aside or self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return b""
+        try:
+            data = os.pread(fd, _MAX_LINE_BYTES, self._offset)
+        finally:
+            os.close(fd)
+        self._offset += len(data)
+        return data
 
 
 def from_environment(round: int, rank: int) -> WorkerEventWriter:

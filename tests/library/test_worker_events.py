@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import WireError
+from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader, WorkerEventWriter
 
 
@@ -98,6 +99,32 @@ def test_concurrent_writers_never_mix_lines(tmp_path: Path) -> None:
         thread.join()
     events, errors = WorkerEventReader(path).read()
     assert (len(events), errors) == (200, [])
+
+
+def test_events_that_are_read_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_events, "MAX_FILE_BYTES", 4096)
+    path = tmp_path / "notes"
+    reader, writer = WorkerEventReader(path), WorkerEventWriter(path)
+    steps: list[int | None] = []
+    for step in range(1000):
+        writer.write("snapshot", "the same", step)
+        if step % 7 == 0:
+            steps += [event.step for event in reader.read()[0]]
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10_000
+    assert [*steps, *(event.step for event in reader.read()[0])] == list(range(1000))
+
+
+def test_event_of_a_writer_that_had_the_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_events, "MAX_FILE_BYTES", 1)
+    path = tmp_path / "notes"
+    reader, writer = WorkerEventReader(path), WorkerEventWriter(path)
+    writer.write("message", "first")
+    late = os.open(path, os.O_WRONLY | os.O_APPEND)
+    assert [event.reason for event in reader.read()[0]] == ["first"]
+    writer.write("message", "third")
+    os.write(late, WorkerEvent("message", 0, 0, None, 1.0, 2.0, "second").to_line())
+    os.close(late)
+    assert [event.reason for event in reader.read()[0]] == ["second", "third"]
 
 
 def test_event_after_full_disk_counts_lost_events(tmp_path: Path) -> None:
