@@ -104,8 +104,9 @@ def _values_of_last_round(call: Path) -> dict[int, Any]:
 
 
 def _failure_message(call: Path, code: int) -> str:
-    """The error of the rank that failed first in the last round that had one."""
-    errors = sorted(call.glob("error.*"), key=lambda path: (-int(path.suffixes[0][1:]), path.stat().st_mtime_ns))
+    """The error of the rank that failed first in the last round, if that had one: it may have ended by a signal."""
+    last = max((int(path.suffixes[0][1:]) for kind in ("begun", "error") for path in call.glob(f"{kind}.*")), default=0)
+    errors = sorted(call.glob(f"error.{last}.*"), key=lambda path: path.stat().st_mtime_ns)
     if not errors:
         return f"the job has ended with exit code {code}; its log says why"
     rank = errors[0].suffixes[1][1:]
@@ -115,6 +116,7 @@ def _failure_message(call: Path, code: int) -> str:
 def main(directory: Path) -> None:
     """The worker's script."""
     rank = os.environ["RANK"]
+    (directory / f"begun.{_round_and_rank(rank)}").touch()
     try:
         preparation, content = pickle.loads((directory / "call").read_bytes())
         multiprocessing.spawn.prepare(preparation)

@@ -101,6 +101,25 @@ def test_values_are_those_of_the_last_round_by_its_ranks(monkeypatch: pytest.Mon
     assert elasticd.launch(renumber) == {0: pids[1].pid}
 
 
+def fail_once() -> None:
+    """Round 1 ends by an error, round 2 by a signal."""
+    if os.environ["ELASTICD_ROUND"] == "1":
+        raise ValueError("the network was away")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_error_of_an_earlier_round_is_not_that_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_workers(command: list[str]) -> int:
+        for number in "12":
+            own = {**ENVIRONMENT, "RANK": "0", "ELASTICD_ROUND": number}
+            assert subprocess.run([sys.executable, *command[-3:]], env=own, timeout=60).returncode
+        return 1
+
+    monkeypatch.setattr(launching, "_run_supervisor", run_workers)
+    with pytest.raises(elasticd.LaunchError, match=r"^the job has ended with exit code 1; its log says why$"):
+        elasticd.launch(fail_once)
+
+
 def test_function_that_no_worker_can_load_is_refused() -> None:
     with pytest.raises(elasticd.UsageError, match=r"workers cannot get <function .*lambda"):
         elasticd.launch(lambda: 1)
