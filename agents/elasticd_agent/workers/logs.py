@@ -18,6 +18,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -210,8 +211,12 @@ class JobLogs:
         self._newest = 0
 
     def highest_round(self) -> int:
-        """The highest round with logs here; a new job's rounds start above it."""
-        return 0 if self._directory is None else highest_round(self._directory.path)
+        """The highest round with logs or evidence here; a new job's rounds start above it."""
+        with suppress(OSError):  # below $TMPDIR anybody may make a directory
+            base = self._base()
+            if self._directory is not None or os.lstat(base).st_uid == os.geteuid():
+                return highest_round(base)
+        return 0
 
     def open_worker_files(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
         """Create the files of a worker of round `number`, and follow them."""
@@ -233,10 +238,13 @@ class JobLogs:
 
     def evidence_dir(self, number: int) -> Path:
         """The directory for evidence of a hang in round `number`, created by its writer."""
-        if self._directory is None:
-            own = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}" / self._spec.job_id
-            return own / f"round-{number}" / "evidence"
-        return self._directory.rank_dir(number, 0).with_name("evidence")
+        return self._base() / f"round-{number}" / "evidence"
+
+    def _base(self) -> Path:
+        """The directory of the rounds' directories."""
+        if self._directory is not None:
+            return self._directory.path
+        return Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}" / self._spec.job_id
 
     def group_ended(self, number: int) -> None:
         """Have the round's files read to their end, and closed then."""
