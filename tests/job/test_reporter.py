@@ -67,11 +67,10 @@ def start(tmp_path: Path) -> Iterator[StartReporter]:
     os.close(nowhere)
 
 
-@pytest.mark.parametrize(("nodes", "workers", "here", "aim"), [(1, 4, 3, 4), (4, 2, 2, 8), (1, 2, 2, 2), (2, 1, 3, 3)])
+@pytest.mark.parametrize(("nodes", "workers", "here", "aim"), [(1, 4, 3, 4), (4, 2, 2, 8), (1, 2, 2, 2)])
 def test_world_size_target_counts_all_nodes(
     nodes: int, workers: int, here: int, aim: int, start: StartReporter
 ) -> None:
-    """`here` workers run; nodes that have more slots than this one can exceed the target."""
     reporter = start(
         f"--nnodes 1:{nodes} --nproc-per-node {workers} --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm"
     )
@@ -79,6 +78,15 @@ def test_world_size_target_counts_all_nodes(
     served = reporter.metrics.render().decode()
     assert f'elasticd_world_size{{job_id="lm",node="a"}} {here}.0' in served
     assert f'elasticd_world_size_target{{job_id="lm",node="a"}} {aim}.0' in served
+
+
+def test_world_size_target_of_nodes_with_different_numbers_of_workers(start: StartReporter) -> None:
+    reporter = start("--nnodes 2:3 --nproc-per-node 4 --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm")
+    here, small = Member("a", "x", (0, 1, 2, 3)), Member("b", "x", (0, 1))
+    for number, members, aim in [(1, (here, small), 10), (2, (here, small, replace(small, node="c")), 8),
+                                 (3, (here, small, Member("c", "x", (0,))), 8)]:  # fmt: skip
+        reporter.on(RoundPublished(Round(number, members, cause="start")), time.monotonic())
+        assert _value(reporter, "elasticd_world_size_target") == aim
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,10 @@ class JobContext:
     running_round: tuple[Round, float] | None = None  #: the newest Round that is not terminal, and when it arrived
     observation: Observation | None = None  #: the last observation of this node's workers
     step: int | None = None
+    _most_workers: dict[str, int] = field(default_factory=dict)  #: that each node has had in a Round
 
     def __post_init__(self) -> None:
+        self._most_workers[self.node] = self.spec.max_workers
         self.goodput = GoodputTracker(self.node, GoodputLedger(time.monotonic()), self.policy.backoff_s)
 
     @property
@@ -69,8 +71,13 @@ class JobContext:
         self.events.write(replace(event, spent=self.goodput.totals_for_log(event.mono)))
 
     def max_workers(self, round: Round) -> int:
-        """The most workers that the job may have; other nodes can have more slots than this one."""
-        return max(self.spec.max_workers * self.spec.rendezvous.max_nodes, round.world_size)
+        """The most workers that the job may have: of another node as many as it has had in a Round so far, and of one
+        that is missing as many as of this one.
+        """
+        for member in round.members:
+            self._most_workers[member.node] = max(self._most_workers.get(member.node, 0), len(member.slots))
+        missing = max(0, self.spec.rendezvous.max_nodes - len(round.members))
+        return sum(self._most_workers[m.node] for m in round.members) + missing * self.spec.max_workers
 
 
 @dataclass(slots=True)
