@@ -54,6 +54,7 @@ DIFFERENT = [
     (f"{MEET} --grow never train.py --lr 0.1", "--grow is 'auto' here, 'never' there"),
     (f"{MEET} --rdzv-conf last_call_timeout=9 train.py --lr 0.1", "last_call_timeout is 5.0 here, 9.0 there"),
     (f"{MEET} --spares 1 train.py --lr 0.1", "--spares is 0 here, 1 there"),
+    (f"{MEET} --evidence-timeout 9 train.py --lr 0.1", "evidence_timeout is 3.0 here, 9.0 there"),
     (f"{MEET} --replace-timeout 9 train.py --lr 0.1", "replace_timeout is 600.0 here, 9.0 there"),
 ]
 

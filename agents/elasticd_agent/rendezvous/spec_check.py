@@ -53,6 +53,7 @@ _SHARED_POLICY_FIELDS = (
     "hang_floor_s",
     "hang_factor",
     "stopped_after_s",
+    "evidence_timeout_s",
     "slow_ceiling_s",
     "slow_factor",
     "startup_ceiling_s",
