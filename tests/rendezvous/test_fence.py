@@ -6,7 +6,7 @@ import pytest
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.messages import StoreAbandoned
+from elasticd_agent.model.messages import StoreAbandoned, WaitingFor
 from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.membership_client import JobTerms
@@ -37,9 +37,9 @@ def client(store: MemoryStore, *, standalone: bool = True) -> NodeStore:
     return client
 
 
-def agent(store: JobStore, name: str) -> RendezvousMember:
+def agent(store: JobStore, name: str, keys: Keys = KEYS) -> RendezvousMember:
     record = NodeRecord(name, f"{name}1", "", (0,), "", 0, warm=1)
-    terms = JobTerms(KEYS, Policy(), Requirements(1, 1, 1, 2, 0.0, "0"), b"{}")
+    terms = JobTerms(keys, Policy(), Requirements(1, 1, 1, 2, 0.0, "0"), b"{}")
     return RendezvousMember(store, terms, record, LocalFacts(), PeerNetwork(), lambda sentence: None)
 
 
@@ -92,3 +92,18 @@ def test_host_that_does_not_lead_is_abandoned() -> None:
     assert not abandoned
     turns(500.0 + Policy().lease_s + Policy().store_away_s + 11, other)
     assert "has not led the job for 30" in abandoned[0].why
+
+
+def test_store_of_another_jobs_host() -> None:
+    """Two jobs at one port, or two ids of one job: nobody will lead the second one."""
+    store = SingleKeyStore()
+    host, other = agent(store, "a"), agent(client(store, standalone=False), "b", Keys("other"))
+    now, told = 100.0, list[WaitingFor | StoreAbandoned]()
+    while now < 110.0 + Policy().store_away_s:
+        host.turn(now)
+        told += [notice for notice in other.turn(now)[0] if isinstance(notice, WaitingFor | StoreAbandoned)]
+        if now < 102:
+            assert "the store there is that of job 'job', and this is job 'other'" in told[0].why
+        now += 0.5
+    assert len({notice.why for notice in told}) == 1
+    assert isinstance(told[1], StoreAbandoned)

@@ -61,12 +61,16 @@ def decode_master_address(key: str, value: bytes) -> tuple[str, int]:
     return where, port
 
 
+ALL_JOBS = "/elasticd/v1/jobs/"
+"""The prefix of all jobs' keys."""
+
+
 class Keys:
     """One job's keys. A name that ends in "/" is a prefix, of one round if a number is given."""
 
     def __init__(self, job: str) -> None:
         self.job = job
-        self._root = root = f"/elasticd/v1/jobs/{job}"
+        self._root = root = f"{ALL_JOBS}{job}"
         self.spec = f"{root}/spec"
         self.planner = f"{root}/planner"
         self.round = f"{root}/round"

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, UsageError, WireError
+from elasticd_agent.model.keys import ALL_JOBS
 from elasticd_agent.model.messages import (
     JoinRejected,
     LeadershipChanged,
@@ -418,10 +419,20 @@ class RendezvousMember:
         since = self._election.free_since
         if since is None:
             return None
-        if (silent_s := now - since) >= self._policy.store_away_s:
-            why = f"the agent that hosts the store has not led the job for {silent_s:.0f} s, although its store answers"
+        silent_s = now - since
+        why = f"the agent that hosts the store has not led the job for {silent_s:.0f} s, although its store answers"
+        if other := self._job_of_host():  # it may be about to end, and this job's host about to start
+            why = f"the store there is that of job {other!r}, and this is job {self._keys.job!r}: "
+            why += "the nodes of one job need the same --rdzv-id, and two jobs two ports in --rdzv-endpoint"
+            self._report_wait(why, more_nodes=False)
+        if silent_s >= self._policy.store_away_s:
             self._notices.append(StoreAbandoned(why, now))
         return max(since + self._policy.store_away_s, now + self._policy.renewal_s)
+
+    def _job_of_host(self) -> str:
+        """The other job that the host of the store leads, or ""."""
+        ends = [key.removeprefix(ALL_JOBS).split("/") for key in self._store.list(ALL_JOBS)]
+        return next((job for job, *rest in ends if job != self._keys.job and rest == ["planner"]), "")
 
     def _begin_to_lead(self) -> None:
         self._planner.reset()

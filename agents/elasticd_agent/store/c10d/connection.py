@@ -541,7 +541,7 @@ class C10dConnection:
                 case {"refused": why}:
                     raise StoreRefused(f"{self.where}: {why}; check --rdzv-endpoint and the versions of elasticd")
         if not ready and self._why == "it has not answered yet":
-            self._why = "connected, but no answer"
+            self._why = "connected, but no answer: another program may have the port"
         with self._state:
             if ready and not self._closing.is_set():
                 self._begin_outage()
