@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.messages import StoreAbandoned, WaitingFor
-from elasticd_agent.model.records import NodeRecord
+from elasticd_agent.model.keys import Keys, encode_record
+from elasticd_agent.model.messages import RoundPublished, StoreAbandoned, WaitingFor
+from elasticd_agent.model.records import Member, NodeRecord, Round
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import PeerNetwork
+from elasticd_agent.rendezvous.spec_check import stopped_round
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store import JobStore
 from elasticd_agent.store.memory import MemoryStore
@@ -107,3 +110,16 @@ def test_store_of_another_jobs_host() -> None:
         now += 0.5
     assert len({notice.why for notice in told}) == 1
     assert isinstance(told[1], StoreAbandoned)
+
+
+@pytest.mark.parametrize("standalone", [True, False])
+def test_node_that_comes_after_the_end(standalone: bool) -> None:
+    """A store that outlives the run tells it of the end; one that an agent hosts ends soon, and the next run begins."""
+    store = SingleKeyStore()
+    end = stopped_round(Round(1, (Member("a", "a1", (0,)),), run="0"), "over")
+    store.compare_and_swap(KEYS.round, None, encode_record(replace(end, outcome="succeeded", exit_code=0)))
+    late, now, seen = agent(client(store, standalone=standalone), "b"), 100.0, list[Round]()
+    while now < 130:
+        seen += [notice.round for notice in late.turn(now)[0] if isinstance(notice, RoundPublished)]
+        now += 0.5
+    assert [round.outcome for round in seen] == (["succeeded"] if standalone else [])

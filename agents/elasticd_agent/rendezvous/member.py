@@ -338,7 +338,7 @@ class RendezvousMember:
             self._planner.hint(self._keys.hang_reports())
 
     def _follow_round(self) -> None:
-        round = self._follower.read_round()
+        round = self._follower.read_round(is_registered=self._registration.lease is not None)
         if round is None:
             return
         if self._follower.is_run_replaced():

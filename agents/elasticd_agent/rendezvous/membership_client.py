@@ -29,7 +29,7 @@ from elasticd_agent.rendezvous.peers import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
 from elasticd_agent.rendezvous.spec_check import SpecAgreement, stopped_round
 from elasticd_agent.rendezvous.view import Requirements
-from elasticd_agent.store import Lease, Store, Versioned
+from elasticd_agent.store import JobStore, Lease, Store, Versioned
 from elasticd_agent.store.lease import LeasedKey, RenewalListener
 
 PROBE_LEADER_AFTER_S = 0.15
@@ -153,7 +153,7 @@ class RoundFollower:
     It belongs to the thread that talks to the store; `invalidate` may be called from any.
     """
 
-    def __init__(self, store: Store, terms: JobTerms, me: Identity, agreement: SpecAgreement) -> None:
+    def __init__(self, store: JobStore, terms: JobTerms, me: Identity, agreement: SpecAgreement) -> None:
         self._agreement = agreement
         self._store = store
         self._keys = keys = terms.keys
@@ -215,8 +215,11 @@ class RoundFollower:
         self._stale.discard(key)
         return True
 
-    def read_round(self) -> Round | None:
-        """The Round in the store, if it is news; once replaced, the end of this run. Raises StoreUnavailable."""
+    def read_round(self, *, is_registered: bool = True) -> Round | None:
+        """The Round in the store, if it is news; once replaced, the end of this run. Raises StoreUnavailable.
+
+        `is_registered`: this node has a record in the store.
+        """
         if not self.take_invalidated(self._keys.round):
             return None
         try:
@@ -242,7 +245,10 @@ class RoundFollower:
             self._replaced = True
             why = f"a later run of this job, {round.run}, has begun"
             return stopped_round(replace(round, number=self.round.number + 1), why)
-        other_run = round.run != self._run or (self.round is None and round.outcome == "stopped")
+        # An agent's store ends with the run that it was hosted for: whoever comes after that begins another one.
+        is_after_end = not is_registered and not self._store.standalone
+        is_before_mine = self.round is None and (round.outcome == "stopped" or is_after_end)
+        other_run = round.run != self._run or is_before_mine
         return None if round.terminal and other_run else round
 
     def follow(self, round: Round) -> None:
