@@ -155,6 +155,12 @@ def test_id_of_an_ended_job(nodes: StartNodes) -> None:
     assert late.wait() == 0
     assert late.event("job_ended")["reason"] == ended["reason"]
     assert not late.events("group_started")
+    assert "run 0 of job 'test_id_of_an_ended_job' ended before this node came" in late.err
+    other = one.agent("other", "tells.py", flags=["--max-restarts", "7"])
+    assert other.file("told-0")
+    assert other.event("round_published")["round"] > ended["round"]
+    (other.work / "enough").touch()
+    assert other.wait() == 0
     again = one.agent("again", "tells.py", flags=["--run", "2"])
     again.file("told-0")
     assert again.event("round_published")["round"] > ended["round"]

@@ -106,6 +106,7 @@ class RendezvousMember:
         self._policy = policy = terms.policy
         self._node = record.id
         self._network = network
+        self._log = log
         self._take_over = take_over
         self._observations = PeerObservations(record.id, network)
         self._planner = Planner(store, terms, record.id, self._observations, log)
@@ -347,6 +348,11 @@ class RendezvousMember:
             self._registration.key.withdraw()
             return
         self._follower.follow(round)
+        if self._follower.ended_before_joining and self._registration.lease is None:
+            self._log(
+                f"run {round.run} of job {self._keys.job!r} ended before this node came, which starts nothing: "
+                "a new run needs a higher --run, or another --rdzv-id"
+            )
         self._report_round(round)
         if self._take_over is not None and self._take_over.follow_store_of(round, self._last_turn):
             self._store_replaced(self._last_turn)

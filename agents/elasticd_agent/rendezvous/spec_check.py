@@ -22,6 +22,7 @@ from elasticd_agent.model.records import Round, is_later_run
 from elasticd_agent.store import Store
 
 _ABANDONED_RUN_REASON = "a later run of this job has begun and no node of this run is left"
+_REPLACED_JOB_REASON = "another command has begun under this job's id"
 
 _FIELD_LABELS = {
     "entrypoint": "the script",
@@ -103,11 +104,12 @@ def mismatch(mine: bytes, theirs: bytes, log: Callable[[str], None]) -> str | No
         return "the spec written by its first node cannot be decoded"
 
 
-def _begins_later_run(mine: bytes, theirs: bytes) -> bool:
+def _run_of(document: bytes) -> str:
+    """The run of a node's spec; "" if it cannot be decoded."""
     try:
-        return is_later_run(*(str(bounded_json.loads(document).get("run")) for document in (mine, theirs)))
+        return str(bounded_json.loads(document).get("run"))
     except (ValueError, AttributeError, RecursionError):
-        return False
+        return ""
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
@@ -214,13 +216,17 @@ class SpecAgreement:
             return ""
         stored_round = store.read(keys.round)
         last = None if stored_round is None else decode_record(Round, keys.round, stored_round.value)
+        reason, run = "", _run_of(self._spec)
         if last is None or not last.terminal:
-            if not _begins_later_run(self._spec, stored_spec.value):
+            if not is_later_run(run, _run_of(stored_spec.value)):
                 raise StoreRefused(f"job {keys.job!r} runs with a different command: {why}")
             if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
                 return f"nodes of an earlier run of this job have not left: {', '.join(left)}"
-            if stored_round is not None and last is not None:
-                over = stopped_round(replace(last, number=last.number + 1), _ABANDONED_RUN_REASON)
-                if not store.compare_and_swap(keys.round, stored_round.version, encode_record(over)):
-                    return self._write_or_compare()
+            reason = _ABANDONED_RUN_REASON
+        elif last.run == run and last.outcome != "stopped":
+            reason = _REPLACED_JOB_REASON  # its end would be taken for this one's
+        if reason and stored_round is not None and last is not None:
+            over = stopped_round(replace(last, number=last.number + 1), reason)
+            if not store.compare_and_swap(keys.round, stored_round.version, encode_record(over)):
+                return self._write_or_compare()
         return "" if store.compare_and_swap(keys.spec, stored_spec.version, self._spec) else self._write_or_compare()
