@@ -5,6 +5,7 @@ Who trains already is not disturbed by it. What the command line alone shows to 
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -18,7 +19,7 @@ import pytest
 from elasticd_agent.model.job import REQUEUE_EXIT_CODE
 from tests.etcd import Authority, EtcdServers, etcd_servers
 from tests.faults.conftest import StartJob
-from tests.faults.job import SCRIPTS, Job, until
+from tests.faults.job import REPOSITORY, SCRIPTS, Job, until
 from tests.faults.nodes import COLD, Nodes
 
 StartNodes = Callable[[str], Nodes]
@@ -246,3 +247,16 @@ def test_a_wall_clock_that_jumps_changes_nothing(nodes: StartNodes, tmp_path: Pa
         assert not agent.events("store_unavailable")
         monos = [event["mono"] for event in agent.events()]
         assert monos == sorted(monos)
+
+
+def test_machine_without_a_temporary_directory(job: StartJob, tmp_path: Path) -> None:
+    """As a container whose root is read-only, with no more than /dev/shm."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/nowhere']\n"
+    )
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, REPOSITORY, REPOSITORY / "agents")))}
+    agent = job("tells.py", COLD, workers="1", env=env)
+    agent.file("told-0")
+    (agent.work / "enough").touch()
+    assert agent.wait() == 0, agent.err
+    refused(job("tells.py", COLD, flags=["--tee", "3"], workers="1", env=env), "worker logs have no place", "--log-dir")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.system import bounded_io as files
+from elasticd_agent.system.files import temporary_directory
 from elasticd_agent.system.network import control_socket as control
 
 ABOUT_TIMEOUT_S = 5.0
@@ -79,7 +79,7 @@ def find_local_runs(only_pid: int | None = None) -> tuple[list[LocalRun], list[s
 
 def _control_sockets() -> set[Path]:
     """The control sockets where run.runtime_directory puts them."""
-    bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    bases = {Path("/dev/shm"), temporary_directory()}
     return {path for base in bases for path in base.glob(f"elasticd-{os.getuid()}-*-*/{control.SOCKET_NAME}")}
 
 

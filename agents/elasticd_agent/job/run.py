@@ -37,6 +37,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.storage.object_url import package_of
+from elasticd.errors import UsageError
 from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
@@ -52,7 +53,7 @@ from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, RunnerSett
 from elasticd_agent.model.messages import StateMachineRules, StopForced, StopRequested
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
-from elasticd_agent.system.files import remove_tree
+from elasticd_agent.system.files import remove_tree, temporary_directory
 from elasticd_agent.system.gpus.devices import visible_gpus
 from elasticd_agent.system.processes.process import STRAY_SIGNALS, handle_signals_unless_ignored, signal_name
 from elasticd_agent.workers.environment import ras_port
@@ -386,9 +387,12 @@ def runtime_directory(parent: Path | None) -> Iterator[tuple[Path, int]]:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
     else:
-        base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-        remove_stale_directories(base)
-        path = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{os.getpid()}-", dir=base))
+        base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else temporary_directory()
+        try:
+            remove_stale_directories(base)
+            path = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{os.getpid()}-", dir=base))
+        except OSError as error:
+            raise UsageError(f"no place for sockets and heartbeats: {base}: {error.strerror}; set TMPDIR") from error
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

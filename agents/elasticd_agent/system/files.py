@@ -11,9 +11,18 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 from elasticd.errors import UsageError
+
+
+def temporary_directory() -> Path:
+    """$TMPDIR, /tmp or another usual one; /dev/shm where none can be written, as in a container that is read-only."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path("/dev/shm")
 
 
 def open_plain(path: Path | str, flags: int, *, dir_fd: int | None = None) -> int:

@@ -25,7 +25,7 @@ from string import Template
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Streams
-from elasticd_agent.system.files import remove_tree
+from elasticd_agent.system.files import remove_tree, temporary_directory
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_tail import MAX_LOG_BYTES, LogTailer, MatchingLinesFile, TailedFile
 
@@ -204,7 +204,10 @@ class JobLogs:
         if keeps_files(spec):
             base = spec.log_dir
             if base is None:
-                base = Path(tempfile.mkdtemp(prefix="elasticd_logs_"))
+                try:
+                    base = Path(tempfile.mkdtemp(prefix="elasticd_logs_"))
+                except OSError as error:
+                    raise UsageError(f"worker logs have no place: {error.strerror}; choose one by --log-dir") from error
                 log(f"worker logs go to {base}, which is never deleted; --log-dir chooses another directory")
             self._directory = LogDirectory(base, spec.job_id, spec.run)
             self._tail = LogTailer({out, err})
@@ -244,7 +247,7 @@ class JobLogs:
         """The directory of the rounds' directories."""
         if self._directory is not None:
             return self._directory.path
-        return Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}" / self._spec.job_id
+        return temporary_directory() / f"elasticd-evidence-{os.getuid()}" / self._spec.job_id
 
     def group_ended(self, number: int) -> None:
         """Have the round's files read to their end, and closed then."""

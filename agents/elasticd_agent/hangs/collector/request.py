@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elasticd.channel import Message
+from elasticd_agent.system.files import temporary_directory
 
 VERDICT_FILE = "verdict.json"
 
@@ -18,7 +18,7 @@ FilePath = str | Path
 def fallback_directory(temporary: Path | None = None) -> Path:
     """The directory of this user's jobs for evidence without a log directory, or whose log directory cannot be
     written."""
-    return (temporary or Path(tempfile.gettempdir())) / f"elasticd-evidence-{os.getuid()}"
+    return (temporary or temporary_directory()) / f"elasticd-evidence-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True)
