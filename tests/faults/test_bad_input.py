@@ -170,14 +170,19 @@ def test_id_of_an_ended_job(nodes: StartNodes) -> None:
 
 
 @pytest.mark.system
-def test_later_run_waits_for_the_directory_of_the_earlier_one(nodes: StartNodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "said"), [("--checkpoint-dir", "is held by run '0' of job"), ("--log-dir", "run 0 pid")]
+)
+def test_later_run_waits_for_the_directory_of_the_earlier_one(
+    option: str, said: str, nodes: StartNodes, tmp_path: Path
+) -> None:
     both = nodes("1:2")
-    shared = ["--checkpoint-dir", str(tmp_path / "shared")]
+    shared = [option, str(tmp_path / "shared")]
     a = both.agent("a", "tells.py", flags=shared)
     a.file("told-0")
     b = both.agent("b", "tells.py", flags=[*shared, "--run", "1"])
-    until(lambda: "is held by run '0' of job" in b.err, "the line about the directory")
-    refused(both.agent("c", "tells.py", flags=[*shared, "--rdzv-id", "another"]), "is held by run '0' of job")
+    until(lambda: said in b.err, "the line about the directory")
+    refused(both.agent("c", "tells.py", flags=[*shared, "--rdzv-id", "another"]), said)
     (a.work / "enough").touch()
     assert a.wait() == 0
     b.file("told-0")

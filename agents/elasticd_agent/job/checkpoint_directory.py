@@ -16,6 +16,7 @@ from elasticd.errors import DirectoryInUse, UsageError
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.records import is_later_run
 from elasticd_agent.system.installation import library_file
+from elasticd_agent.workers.logs import earlier_run_that_logs
 
 RETRY_S = 0.5
 _STORE_TIMEOUT_S = 90.0
@@ -33,31 +34,37 @@ class DirectoryContent:
 def wait_for_earlier_run(
     spec: JobSpec, within_s: float, stopped: Callable[[], bool], log: Callable[[str], None]
 ) -> None:
-    """Wait while an earlier run of this job holds the directory: nodes of it may have to end, or to be noticed, first.
+    """Wait while an earlier run of this job holds its directory of checkpoints or logs: nodes of it may have to end, or
+    to be noticed, first.
 
-    Returns early once `stopped`. What is held by another run then is refused by `lock_directory`.
+    Returns early once `stopped`. What is held by another run then is refused where it is used.
     """
+    deadline, said = time.monotonic() + within_s, False
+    while not stopped() and time.monotonic() < deadline and (why := _held_by_earlier_run(spec)):
+        if not said:
+            log(f"{why}. Waiting for {within_s:g} s")
+        said = True
+        time.sleep(RETRY_S)
+
+
+def _held_by_earlier_run(spec: JobSpec) -> str:
+    """Which directory an earlier run holds, in words, or ""."""
+    if spec.log_dir is not None and (why := earlier_run_that_logs(spec.log_dir, spec.job_id, spec.run)):
+        return why
     if spec.checkpoint_dir is None:
-        return
+        return ""
     from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 
     lock = DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run, claims=False)
-    deadline, said = time.monotonic() + within_s, False
-    while not stopped() and time.monotonic() < deadline:
-        try:
-            lock.acquire()
-        except DirectoryInUse as error:
-            if error.holder.get("job") != spec.job_id or not is_later_run(spec.run, error.holder.get("run", "")):
-                return
-            if not said:
-                log(f"{error}. Waiting for {within_s:g} s")
-            said = True
-        except OSError:
-            return
-        else:
-            lock.release()
-            return
-        time.sleep(RETRY_S)
+    try:
+        lock.acquire()
+    except DirectoryInUse as error:
+        is_earlier = error.holder.get("job") == spec.job_id and is_later_run(spec.run, error.holder.get("run", ""))
+        return str(error) if is_earlier else ""
+    except OSError:
+        return ""
+    lock.release()
+    return ""
 
 
 @contextlib.contextmanager

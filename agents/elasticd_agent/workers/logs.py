@@ -25,6 +25,7 @@ from string import Template
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Streams
+from elasticd_agent.model.records import is_later_run
 from elasticd_agent.system.files import remove_tree, temporary_directory
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_tail import MAX_LOG_BYTES, LogTailer, MatchingLinesFile, TailedFile
@@ -148,6 +149,18 @@ class LogDirectory:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def earlier_run_that_logs(path: Path, job: str, run: str) -> str:
+    """Which earlier run of the job has the directory locked, in words, or ""."""
+    with suppress(OSError), open(path / LOCK_FILE, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = re.fullmatch(r"job (.*) run (.*) pid \d+", file.read(4096).decode("utf-8", "replace").strip())
+            if holder is not None and holder[1] == job and is_later_run(run, holder[2]):
+                return f"--log-dir {path}: {holder[0]}, an earlier run, still writes its logs there"
+    return ""
 
 
 def highest_round(path: Path) -> int:
