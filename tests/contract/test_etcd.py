@@ -104,6 +104,19 @@ def test_restart_of_etcd_is_logged_twice(etcd: EtcdServers, opened: Open, until:
     assert len(messages) == 2
 
 
+def test_etcd_without_room_is_logged_once(opened: Open) -> None:
+    """It answers all that reads: nothing is well again for that."""
+    lines: list[str] = []
+    with etcd_servers(flags=["--quota-backend-bytes=20000"]) as full:
+        store = opened(full.endpoints, timeout_s=PROMPT_S, log=lines.append)
+        for _ in range(3):
+            assert store.read("/a") is None
+            with pytest.raises(StoreUnavailable, match="its disk quota is used up"):
+                store.compare_and_swap("/a", None, b"x" * 30_000)
+        store.close()
+    assert len(lines) == 1, lines
+
+
 def test_watch_after_a_broken_stream(etcd: EtcdServers, opened: Open, until: Until) -> None:
     """It names its whole prefix, because it may have missed changes."""
     proxy = Proxy(etcd.port)

@@ -70,6 +70,8 @@ _CHANNEL_OPTIONS = (
 # The time for making a connection. No request waits for a stream's, and many agents may begin theirs at once.
 _CALL_CHANNEL_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 500))
 _STREAM_CHANNEL_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5000))
+_WRITES = ("Txn", "LeaseGrant")
+"""The calls that an etcd without room refuses."""
 # A member without a leader must answer so at once instead of blocking, on streams above all.
 _REQUIRE_LEADER = ("hasleader", "true")
 
@@ -122,6 +124,7 @@ class EtcdConnection:
         self._token: str | None = None
         self._without_auth = False
         self._down_since: float | None = None
+        self._is_full = False  # an outage of what writes: answers to the rest do not end it
         self._lock = threading.Lock()  # guards everything above, never held while waiting for etcd
         self._connecting = threading.Lock()  # one thread looks for a member, the others wait for its result
 
@@ -140,7 +143,7 @@ class EtcdConnection:
             if not self.closing.is_set():
                 self.report_failure(str(error))
             raise
-        self._report_success()
+        self._report_success(method)
         return answer
 
     def range(self, prefix: str, **options: Any) -> Any:
@@ -155,11 +158,11 @@ class EtcdConnection:
         if begun is None:
             self._log(f"the store does not answer: {why}; retrying")
 
-    def _report_success(self) -> None:
-        if self._down_since is None:
+    def _report_success(self, method: str) -> None:
+        if self._down_since is None or (self._is_full and method not in _WRITES):
             return
         with self._lock:
-            begun, self._down_since = self._down_since, None
+            begun, self._down_since, self._is_full = self._down_since, None, False
         if begun is not None:
             where = ", ".join(member.where for member in self._members)
             self._log(f"the store answers again: etcd at {where}, after {time.monotonic() - begun:.1f} s")
@@ -358,6 +361,7 @@ class EtcdConnection:
             raise LeaseNotFound(error.sentence)
         if error.kind in (ErrorKind.REFUSED, ErrorKind.PERMISSION_DENIED):
             raise StoreRefused(error.sentence)
+        self._is_full = self._is_full or error.kind is ErrorKind.FULL
         self._abandon(member)
         raise StoreUnavailable(error.sentence)
 

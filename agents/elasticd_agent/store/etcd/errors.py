@@ -17,6 +17,7 @@ class LeaseNotFound(Exception):
 
 class ErrorKind(Enum):
     UNAVAILABLE = auto()  # nothing is known about the request; later, or another member, may answer it
+    FULL = auto()  # the same, of what writes only
     REFUSED = auto()  # repeating it will not help
     TOKEN = auto()  # the request was not processed, because the token has expired
     AUTH_DISABLED = auto()  # this etcd issues no tokens
@@ -44,7 +45,7 @@ _MEANINGS = {
     ),
     "requested lease not found": (ErrorKind.LEASE_NOT_FOUND, "the lease has ended"),
     "database space exceeded": (
-        ErrorKind.UNAVAILABLE,
+        ErrorKind.FULL,
         "its disk quota is used up; compact, defragment and disarm its alarm",
     ),
     "request is too large": (ErrorKind.REFUSED, "the value is too large for it; raise its --max-request-bytes"),
