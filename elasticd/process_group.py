@@ -188,6 +188,8 @@ def _set_device(local_rank: int) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type == "cpu":
         return torch.device("cpu")
+    if "LOCAL_RANK" not in os.environ:  # the script starts its ranks, and has chosen the device of each
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise UsageError(

@@ -23,3 +23,23 @@ def test_group_is_bound_to_its_cuda_device(monkeypatch: pytest.MonkeyPatch, devi
     process_group.join(process_group.read_environment({"LOCAL_RANK": "3"}), None)
     assert given["backend"] == ("nccl" if device.type == "cuda" else "gloo")
     assert given.get("device_id") == (device if device.type == "cuda" else None)
+
+
+@pytest.mark.parametrize("local_rank", [None, "1"])
+def test_device_is_the_launchers_choice_or_the_scripts(monkeypatch: pytest.MonkeyPatch, local_rank: str | None) -> None:
+    """A script that starts its ranks by torch.multiprocessing.spawn gives each a device, and no LOCAL_RANK."""
+    chosen = [3]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen[-1])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    group = process_group.join(process_group.read_environment(), None)
+    assert group.device == torch.device("cuda", int(local_rank or 3))
+    assert chosen[-1] == group.device.index
