@@ -706,11 +706,16 @@ class Session:
             holder.close()
             self._holder = None
 
-    def _forget_attached(self) -> None:
+    def _unhook(self) -> None:
+        """Look at no attached object any more; another session of this process may have it."""
         for sampler in self._samplers.all():
-            sampler.on_next = None
+            if getattr(sampler.on_next, "func", None) == self._on_next:
+                sampler.on_next = None
         for _, hook in self._optimizers:
             hook.remove()
+
+    def _forget_attached(self) -> None:
+        self._unhook()
         for attached in (self._attached, self._optional, self._optimizers, self._scalers, self._context.per_rank):
             attached.clear()
         self._committing = []
@@ -789,6 +794,7 @@ class Session:
         self._omissions.close(has_failed)
         self._saver.close(wait=not has_failed)
         self._sigterm.close()
+        self._unhook()
         self._modules.unwatch()
         self._barriers.close()
         self._publisher.close()

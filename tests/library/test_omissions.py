@@ -45,6 +45,7 @@ HEALTHY = {
     "nothing_left_to_train": 0,
     "many_optimizer_steps_for_each_step": 4,
     "warm_up_without_steps": 24,
+    "trained_on_after_close": 5,
     "evaluation_before_training": 24,
     "no_optimizer_attached_and_no_state": 24,
     "probe": 24,

@@ -472,6 +472,19 @@ def attached_in_a_second_phase(loop: Loop) -> None:
 
 
 @case
+def trained_on_after_close(loop: Loop) -> None:
+    """What a session has been given is the script's own once it is closed."""
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 10)
+    loop.attach(scheduler=scheduler)
+    for batch in itertools.islice(loop.loader, 5):
+        loop.learn(batch)
+        loop.session.step()
+    loop.session.close()
+    scheduler.step()
+    loop.learn(data[:4])
+
+
+@case
 def another_class(loop: Loop) -> None:
     if loop.session.round > 1:
         loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01, momentum=0.9)
