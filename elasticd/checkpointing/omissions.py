@@ -152,7 +152,8 @@ class Omissions:
             )
             own = [parameter for parameter in parameters if key in inside or last[parameter] is optimizer]
             names = [of_module[parameter] for parameter in own if parameter in of_module]
-            state_names = sorted({str(name) for values in optimizer.state.values() for name in values})
+            kept = [values for values in optimizer.state.values() if isinstance(values, Mapping)]
+            state_names = sorted({str(name) for values in kept for name in values})
             if key in self._known or not state_names or not names or optimizer in self._judged:
                 continue
             self._judged.add(optimizer)

@@ -48,6 +48,7 @@ HEALTHY = {
     "trained_on_after_close": 5,
     "evaluation_before_training": 24,
     "no_optimizer_attached_and_no_state": 24,
+    "probe_that_counts": 24,
     "probe": 24,
     "search_of_a_learning_rate": 24,
     "search_on_the_attached_sampler": 24,

@@ -295,6 +295,27 @@ def no_optimizer_attached_but_its_scheduler(loop: Loop) -> None:
     loop.train()
 
 
+class Counting(torch.optim.SGD):
+    """It keeps a number that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["calls"] = self.state.get("calls", 0) + 1  # type: ignore[index,call-overload]
+
+
+@case
+def probe_that_counts(loop: Loop) -> None:
+    head = nn.Linear(1, 1)
+    own = Counting(head.parameters(), lr=0.01)
+    loop.attach()
+
+    def look() -> None:
+        head(loop.model(data[:4][0]).detach()).sum().backward()
+        own.step()
+
+    loop.train(2, look)
+
+
 @case
 def probe(loop: Loop) -> None:
     """A second optimizer, of what is thrown away."""
