@@ -108,11 +108,19 @@ def _meet_under(prefix: str, timeout: timedelta | None) -> dict[str, Any]:
     and a rank that connects to them waits for one that has gone.
     """
     from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import DistNetworkError
     from torch.distributed.rendezvous import rendezvous
 
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    store, rank, world_size = next(rendezvous("env://", **options))
-    return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
+    while True:
+        store, rank, world_size = next(rendezvous("env://", **options))
+        if rank == 0:
+            store.set(f"{prefix}/serves", "")
+        try:
+            store.wait([f"{prefix}/serves"])
+        except DistNetworkError:  # rank 0 has served the store of the group before, and ends that now
+            continue
+        return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
 def leave(group: DefaultGroup) -> None:

@@ -45,6 +45,12 @@ def test_ranks_write_heartbeats_and_destroy_their_group(start: Any) -> None:
         assert (beat.step, beat.source, beat.phase) == (7, StepSource.SESSION, Phase.STEP)
 
 
+def test_later_session_where_rank_0_serves_the_store(start: Any, tmp_path: Path) -> None:
+    """The others may come to the next session while the store of the last one is there."""
+    job = start("folds.py", [[str(tmp_path / name), 2] for name in "abc"])
+    assert [seen["resumed"] for seen in job.results()] == [[0, 0, 0]] * 2
+
+
 def test_session_is_source_before_first_step(start: Any) -> None:
     job = start("plain.py", "0")
     job.results()
