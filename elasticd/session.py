@@ -522,7 +522,7 @@ class Session:
             _trained_directories.add(self._context.directory)
             if not self._has_called_restore:
                 self._channel.call = "step()"
-                restore.check_unrestored(self._context)
+                restore.check_unrestored(self._context, self._attached)
             every = self._context.every
             known: dict[str, Any] = (
                 {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}

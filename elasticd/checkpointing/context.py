@@ -60,6 +60,7 @@ class SaveContext:
     """The number under which this session saves: the agent's, else one more than the highest in the directory."""
     parent: tuple[int, int] | None = None  #: the (round, step) that trained what this round resumed from
     per_rank: dict[str, Any] = field(default_factory=dict)  #: objects of which every rank's state is saved, by name
+    attached_on_rank0: list[str] | None = None  #: the names on rank 0, None: not known
     every: SaveInterval | None = None
     keep: int = DEFAULT_KEEP
     keep_every: int = 0  #: checkpoints of steps that are multiples of it stay for ever; 0: none do

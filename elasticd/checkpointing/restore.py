@@ -106,7 +106,7 @@ def may_have_state(context: SaveContext) -> bool:
     return True  # a disk or store that cannot be read now
 
 
-def check_unrestored(context: SaveContext) -> None:
+def check_unrestored(context: SaveContext, attached: Collection[str]) -> None:
     """Warn, at the first step of a script that has not called `restore()`, that a checkpoint is left unused.
 
     Raises UsageError, on every rank, where a restart has left a checkpoint of its own run unused; a checkpoint of
@@ -124,18 +124,19 @@ def check_unrestored(context: SaveContext) -> None:
             )
         newest = max(manifests, key=lambda manifest: (manifest.round, manifest.step), default=None)
         if newest is None:
-            return {"step": 0}
+            return {"step": 0, "attached": [*attached]}
         is_ours = (newest.job, newest.run) == (own.job, own.run)
         if is_ours and (own.restarts > 0 or 0 < newest.round < own.round):
             raise UsageError(
                 f"{where} of step {newest.step} from before the restart, and session.restore() was not called: "
                 "training would begin anew. Call it after session.attach()"
             )
-        return {"step": newest.step}
+        return {"step": newest.step, "attached": [*attached]}
 
     where = f"{path_or_url(directory)} has a checkpoint"
-    step = context.channel.on_rank0("unrestored", "whether there is a checkpoint", find)["step"]
-    if step:
+    found = context.channel.on_rank0("unrestored", "whether there is a checkpoint", find)
+    context.attached_on_rank0 = found.get("attached")
+    if step := found["step"]:
         what = f"{where} of step {step}, and session.restore() was not called: training begins anew, at step 0"
         context.warn("message", what)
 
@@ -227,13 +228,14 @@ class Restore:
             if may_wait and self._chooser.may_be_incomplete:
                 return {"wait": True}
             choice = self._chooser.choose()
-            return {"step": None} if choice is None else choice.to_message()
+            return {"attached": [*self._attached], **(choice.to_message() if choice is not None else {"step": None})}
 
         key, what, channel = f"restore/{attempt}", "which state it restores", self._context.channel
         message = channel.on_rank0(key, what, lambda: decide(may_wait))
         if "wait" in message:
             self._wait_for_shards()
             message = channel.on_rank0(f"{key}/settled", what, lambda: decide(may_wait=False))
+        self._context.attached_on_rank0 = message.get("attached")  # a rank of the version before does not say it
         return Choice.from_message(message) if message["step"] is not None else None
 
     def _wait_for_shards(self) -> None:

@@ -45,6 +45,14 @@ def test_way_to_train_repeats_no_step_and_loses_no_bit(
         assert_undisturbed(run, whole, rank)
 
 
+def test_rank_without_an_object_of_rank_0_saves_nothing(job: StartJob) -> None:
+    """No later round could restore what it saves."""
+    run = job("kinds.py", "averaged_on_rank_0", faults=[Fault(0, 13, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 0, run.err
+    assert [event["step"] for event in run.events("resumed")] == [10]
+    assert "it attaches model, optimizer, sampler, and rank 0 model, optimizer, ema, sampler: attach" in run.err
+
+
 def test_step_that_the_survivor_is_about_to_end_is_waited_for(job: StartJob) -> None:
     run = job("kinds.py", "slowly_changed", faults=[Fault(1, 1013, "SIGKILL")], flags=FLAGS)
     assert run.wait() == 0

@@ -94,6 +94,14 @@ def _sharded_state(rank: _Rank) -> Reason:
     return "the state is sharded, and no other rank has this one's part" if rank.context.is_sharded else ""
 
 
+def _other_objects(rank: _Rank) -> Reason:
+    """A state that lacks an object of another rank could not be restored by that rank."""
+    of_rank0 = rank.context.attached_on_rank0
+    if of_rank0 is None or set(of_rank0) == rank.attached.keys():
+        return ""
+    return f"it attaches {', '.join(rank.attached)}, and rank 0 {', '.join(of_rank0)}: attach the same on every rank"
+
+
 def _another_device(rank: _Rank) -> Reason:
     """The rule for devices without the proofs that are used here."""
     device = rank.context.group.device.type
@@ -246,6 +254,7 @@ def _unusual_tensor(rank: _Rank) -> Reason:
 _RULES = (
     _no_launcher,
     _sharded_state,
+    _other_objects,
     _another_device,
     _aborted_collectives,
     _large_device_buffers,

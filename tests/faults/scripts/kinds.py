@@ -110,6 +110,15 @@ def averaged_in_steps_left_out(job: Kind) -> None:
 
 
 @kind
+def averaged_on_rank_0(job: Kind) -> None:
+    """And attached there alone."""
+    job.ddp()
+    if job.session.rank == 0:
+        job.attached["ema"] = ema = torch.optim.swa_utils.AveragedModel(job.net)
+        job.then(lambda: ema.update_parameters(job.net))
+
+
+@kind
 def sent(job: Kind) -> None:
     """Rank 0 sends its state to another process, for which torch moves it to shared memory."""
     job.net.insert(1, torch.nn.BatchNorm1d(32))
