@@ -12,7 +12,8 @@ same for any number of ranks. And it keeps a history of its log in its own check
 lines beside the session's, cut at the step that was resumed from.
 
 What Trainer was about to do after a step (an evaluation, a save) is part of the state: a restart between the step and
-its evaluation makes up for it, and one after it does not evaluate twice.
+its evaluation makes up for it, and one after it does not evaluate twice. What the evaluation has changed (the best
+metric, the patience of early stopping) follows from its line of the log where the state was saved before it.
 
 Only methods that Trainer documents as overridable are wrapped, and each calls the original one.
 """
@@ -85,13 +86,14 @@ class ElasticdCallback:
         self._history = _LogHistory(self._directory)
         self._phase = ExitStack()
         self._micro = 0
-        self._due = {"evaluate": False, "save": False}
-        """The actions of Trainer after this step."""
+        self._due: dict[str, Any] = {"evaluate": False, "save": False}
+        """The actions of Trainer after this step; "evaluated": the last step after which it has evaluated."""
         self._missed = dict(self._due)
         """The actions that a fault has kept it from after the step that was resumed from."""
         args.ignore_data_skip = True
         args.average_tokens_across_devices = True  # however many labels each rank has
-        self._replaced = {name: vars(trainer)[name] for name in _WRAPPED_METHODS if name in vars(trainer)}
+        replaced = (*_WRAPPED_METHODS, "evaluate")
+        self._replaced = {name: vars(trainer)[name] for name in replaced if name in vars(trainer)}
         self._has_trained = self._is_withdrawn = False
         self._original = {name: getattr(trainer, name) for name in _WRAPPED_METHODS}
         for name in _WRAPPED_METHODS:
@@ -176,33 +178,56 @@ class ElasticdCallback:
         resumed = self.session.restore(self._directory)
         self.session.checkpoint(self._every, self._directory, self._keep)
         if resumed is not None:
-            self._find_missed_actions(args, state)
+            self._find_missed_actions(args, state, control)
         elif state.global_step:  # from a checkpoint of Trainer's
             epoch, steps = divmod(state.global_step, sampler.steps_per_epoch)
             sampler.set_epoch(epoch)
             sampler.load_state_dict({**sampler.state_dict(), "offset": steps * sampler.global_batch})
         elif self.session.rank == 0:
             self._history.cut_to(0)
+        self._due.setdefault("evaluated", -1)
         trainer._globalstep_last_logged = trainer._initial_global_step = state.global_step
 
-    def _find_missed_actions(self, args: Any, state: Any) -> None:
+    def _find_missed_actions(self, args: Any, state: Any, control: Any) -> None:
         """Read the log's history, and find what has to be made up for: rank 0 decides for all."""
         import torch.distributed as dist
 
         step = state.global_step
-        shared: list[Any] = [[], self._due]
+        folder = Path(args.output_dir) / f"checkpoint-{step}"
+        shared: list[Any] = [[], self._due, {}, False]
         if self.session.rank == 0:
             shared[0] = self._history.cut_to(step)
             ended = not len(self._loader.sampler)
-            evaluated = any(line["step"] == step and any(k.startswith("eval_") for k in line) for line in shared[0])
-            saved = (Path(args.output_dir) / f"checkpoint-{step}" / "trainer_state.json").exists()
+            logged = {name: value for line in shared[0] if line["step"] == step for name, value in line.items()}
+            evaluated = any(name.startswith("eval_") for name in logged)
+            saved = (folder / "trainer_state.json").exists()
+            if evaluated and self._due.get("evaluated", step) != step:
+                shared[2:] = logged, saved
             shared[1] = {
                 "evaluate": not evaluated and (self._due["evaluate"] or (ended and args.eval_strategy == "epoch")),
                 "save": not saved and (self._due["save"] or (ended and args.save_strategy == "epoch")),
             }
         if self.session.world_size > 1:
             dist.broadcast_object_list(shared)
-        state.log_history, self._missed = shared
+        state.log_history, self._missed, metrics, is_saved = shared
+        if metrics:
+            self._take_evaluation(args, state, control, metrics)
+            if is_saved and state.best_global_step == step:
+                state.best_model_checkpoint = str(folder)
+
+    def _take_evaluation(self, args: Any, state: Any, control: Any, metrics: JsonObject) -> None:
+        """Change what Trainer has changed after the evaluation with this result."""
+        trainer = self._trainer
+        for callback in _stateful_callbacks(trainer):
+            callback.on_evaluate(args, state, control, metrics=metrics)
+        trainer.evaluate = lambda **_: metrics
+        trainer._evaluate(None, None)  # steps a schedule that depends on the metric
+        self.give_back("evaluate")
+        trainer._determine_best_metric(metrics, None)
+        self.on_evaluate(args, state)
+
+    def on_evaluate(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self._due["evaluated"] = state.global_step
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._micro = 0
@@ -282,12 +307,8 @@ class _TrainerState:
         "best_model_checkpoint",
     )
 
-    def __init__(self, trainer: Any, due: dict[str, bool]) -> None:
+    def __init__(self, trainer: Any, due: dict[str, Any]) -> None:
         self._trainer, self._due = trainer, due
-
-    def _stateful_callbacks(self) -> list[Any]:
-        callbacks = self._trainer.callback_handler.callbacks
-        return [callback for callback in callbacks if callable(getattr(callback, "state", None))]
 
     def state_dict(self) -> StateDict:
         """Return the fields and the callbacks' states, as plain values.
@@ -295,16 +316,20 @@ class _TrainerState:
         Called at every step: JSON and back would take 20 to 40 µs of the 200 that a commit may take.
         """
         fields = {name: getattr(self._trainer.state, name) for name in self._FIELDS}
-        callbacks = [callback.state()["attributes"] for callback in self._stateful_callbacks()]
+        callbacks = [callback.state()["attributes"] for callback in _stateful_callbacks(self._trainer)]
         return {"fields": _plain_copy(fields), "callbacks": _plain_copy(callbacks), "due": dict(self._due)}
 
     def load_state_dict(self, state: StateDict) -> None:
         for name, value in state["fields"].items():
             setattr(self._trainer.state, name, value)
-        for callback, attributes in zip(self._stateful_callbacks(), state["callbacks"], strict=False):
+        for callback, attributes in zip(_stateful_callbacks(self._trainer), state["callbacks"], strict=False):
             for name, value in attributes.items():
                 setattr(callback, name, value)
         self._due.update(state["due"])
+
+
+def _stateful_callbacks(trainer: Any) -> list[Any]:
+    return [callback for callback in trainer.callback_handler.callbacks if callable(getattr(callback, "state", None))]
 
 
 def _plain_copy(value: Any) -> Any:

@@ -44,11 +44,12 @@ def no_tqdm_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
 
 
-def trainer(folder: Path, dataset: Any = None, **options: Any) -> transformers.Trainer:
+def trainer(folder: Path, dataset: Any = None, evaluation: Any = None, **options: Any) -> transformers.Trainer:
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 1}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     arguments = transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, **{"max_steps": 2, **options})
-    return transformers.Trainer(model, arguments, train_dataset=dataset or hf_trainer.Counting(8))
+    training = dataset or hf_trainer.Counting(8)
+    return transformers.Trainer(model, arguments, train_dataset=training, eval_dataset=evaluation)
 
 
 def test_trainer_that_takes_each_rank_for_the_only_one(run: Run, tmp_path: Path) -> None:

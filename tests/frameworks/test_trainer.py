@@ -89,6 +89,50 @@ def test_labels_weigh_alike_on_all_ranks(tmp_path: Path) -> None:
     elastic.session.close()
 
 
+class Ended(Exception):
+    """As a kill after an evaluation, and before the next step ends."""
+
+
+class Observer(transformers.TrainerCallback):
+    """Notes what evaluations have changed, before each step."""
+
+    def __init__(self, stopping: transformers.EarlyStoppingCallback, ends_at: int) -> None:
+        self._stopping, self._ends_at = stopping, ends_at
+        self.seen: dict[int, tuple[Any, ...]] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        best = state.best_metric, state.best_global_step, state.best_model_checkpoint
+        self.seen[state.global_step] = (*best, self._stopping.early_stopping_patience_counter)
+        if state.global_step == self._ends_at:
+            raise Ended
+
+
+@pytest.mark.parametrize("often", ["steps", "epoch"])
+def test_evaluation_after_the_last_save_counts(tmp_path: Path, often: str) -> None:
+    """Every step is saved before its evaluation; an epoch has four."""
+    options = {"eval_strategy": often, "eval_steps": 4, "save_strategy": often, "save_steps": 4, "max_steps": 16}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+
+    def train(ends_at: int) -> dict[int, tuple[Any, ...]]:
+        one = trainer(tmp_path, Texts(), Texts(), per_device_train_batch_size=16, disable_tqdm=True, **options, **best)
+        one.data_collator = pad
+        # No improvement is enough for it.
+        stopping = transformers.EarlyStoppingCallback(9, early_stopping_threshold=100.0)
+        elastic = ElasticdCallback(one, directory=tmp_path / "own", every=1)
+        observer = Observer(stopping, ends_at)
+        for each in (stopping, observer, elastic):
+            one.add_callback(each)
+        with pytest.raises(Ended):
+            one.train()
+        elastic.session.close()
+        return observer.seen
+
+    first, second = train(8), train(9)
+    assert min(second) == 8, "resumed from another step"
+    assert second[8] == first[8]
+    assert first[8][1:] == (8, str(tmp_path / "checkpoint-8"), 1)
+
+
 @pytest.mark.usefixtures("servers")
 def test_log_is_in_the_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node continues it, without a step twice."""
