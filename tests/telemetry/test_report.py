@@ -141,6 +141,51 @@ def test_a_hang_is_of_the_rank_in_the_verdict() -> None:
     assert rows(document(*lines), "ranks", "rank", "node", "cost_seconds") == [(5, "b", 40.0)]
 
 
+REPORTED = (
+    published(0, 1, "start", world_size=2, spent=split(0, 0, 0, "idle")),
+    at(5, "group_started", 1, ranks=(0, 1), spent=split(0, 0, 5, "idle")),
+    at(10, "first_step", 1, spent=split(0, 0, 10)),
+    at(160, "hang_detected", 1, action="report", nodes=("a",), ranks=(1,), slots=(1,), spent=split(90, 60, 10, "lost")),
+)
+
+
+@pytest.mark.parametrize(
+    ("after", "causes"),
+    [
+        ((at(170, "work_recovered", 1, spent=split(90, 70, 10)),), [("reported hang", 1, 140.0)]),
+        (
+            (
+                at(170, "work_recovered", 1, spent=split(90, 70, 10)),
+                published(200, 2, "join", spent=split(120, 70, 10, "idle")),
+            ),
+            [("reported hang", 1, 140.0)],
+        ),
+        (
+            (
+                at(170, "work_recovered", 1, spent=split(90, 70, 10)),
+                at(200, "worker_exited", 1, rank=0, exit_code=1, spent=split(120, 70, 10, "lost")),
+                published(201, 2, "crash", spent=split(120, 71, 10, "lost")),
+            ),
+            [("reported hang", 1, 140.0), ("crash", 1, 2.0)],
+        ),
+        (
+            (
+                at(190, "hang_detected", 1, action="restart", spent=split(90, 90, 10, "lost")),
+                published(191, 2, "hung", spent=split(90, 91, 10, "lost")),
+                at(195, "work_recovered", 2, spent=split(90, 95, 10)),
+            ),
+            [("hung", 1, 190.0)],
+        ),
+        ((), [("reported hang", 1, 120.0)]),
+    ],
+    ids=["it resumes", "and a node joins", "and a rank fails later", "it is ended", "it lasts"],
+)
+def test_a_hang_that_is_only_reported_ends_no_job(after: tuple[LogLine, ...], causes: list[tuple[Any, ...]]) -> None:
+    told = document(*REPORTED, *after)
+    assert rows(told, "causes", "cause", "faults", "lost_seconds") == causes
+    assert sum(one["lost_seconds"] for one in told["causes"]) == told["lost_seconds"]
+
+
 def test_a_fault_without_a_round_after_it() -> None:
     ended = at(130, "job_ended", 1, outcome="failed", exit_code=1, spent=split(90, 30, 10, "lost"))
     lines = [*crash_on_b("b", 4)[:4], LogLine(ended.event, ended.wall, "j", "b")]

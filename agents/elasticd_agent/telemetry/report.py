@@ -33,6 +33,8 @@ MAX_RUNS_PER_JOB_ID = 1000
 """Runs of one job id whose failures are told apart."""
 NO_RESTART_CAUSE = "no restart"
 """The cause of time that was lost at the end of a job: no round followed the fault."""
+REPORTED_HANG_CAUSE = "reported hang"
+"""The cause of time that was lost in a wait that was only reported as a hang: no round followed."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,8 @@ class _NodeLog:
     fault: _Fault | None = None  #: the newest one
     failed: bool = False  #: a failure was logged, and no round yet after it
     unassigned_s: float = 0.0  #: lost time of workers before the next round
+    reported: _Fault | None = None  #: a hang that was only reported; it may end by itself, or the group for it
+    reported_s: float = 0.0  #: lost time of workers in it
 
 
 @dataclass(slots=True)
@@ -179,11 +183,14 @@ class Report:
         match event:
             case events.RoundPublishedEvent():
                 self._on_round(log, job, at, previous)
+            case events.HangDetectedEvent(action="report") if previous is not None and log.reported is None:
+                log.reported = _Fault(event.round, at, REPORTED_HANG_CAUSE, event.round, previous.at)
+                log.reported.is_in_report = at >= self.since
             case events.WorkerExitedEvent(rank=rank, requested=False) if event.exit_code != 0:
-                log.failed = True
+                _fail(log)
                 _note_failure(job, _Failure(at, event.round, ((line.node, rank),)))
             case events.HangDetectedEvent(action="restart"):
-                log.failed = True
+                _fail(log)
                 _note_failure(job, _Failure(at, event.round, tuple(zip(event.nodes, event.ranks, strict=False))))
             case events.FirstStepEvent(recovery_seconds=float(seconds)) if log.fault is not None:
                 if log.fault.recovery_s is None and log.fault.round == event.round:
@@ -215,6 +222,10 @@ class Report:
         """Begin to charge lost time to the fault that this round follows, if it follows one."""
         newest = log.timeline.newest_round()
         assert newest is not None
+        if newest.planned:
+            _settle_reported(log, job)
+        else:
+            _fail(log)
         log.failed, log.fault = False, None
         if not newest.planned or log.unassigned_s:
             failed, since = (previous.round, previous.at) if previous is not None else (0, at)
@@ -240,13 +251,18 @@ class Report:
         self._jobs[line.job].time.add(weighed)
         self._nodes.setdefault(line.node, WorkerTime()).add(weighed)
         published = isinstance(line.event, events.RoundPublishedEvent)
-        if log.fault is not None and (published or (was_lost and not log.failed)):
+        if log.fault is not None and (published or (was_lost and not log.failed and log.reported is None)):
             log.fault.lost_s += weighed.lost
+        elif log.reported is not None:
+            log.reported_s += weighed.lost
+            if log.timeline.time_split.state != "lost":  # it has resumed
+                _settle_reported(log, self._jobs[line.job])
         else:
             log.unassigned_s += weighed.lost
 
     def _end_run(self, log: _NodeLog, job: _Job) -> None:
         """The run has ended, or the log ends here: a fault that no round followed."""
+        _settle_reported(log, job)
         newest = log.timeline.newest_round()
         if newest is not None and (log.failed or log.unassigned_s > 0):
             fault = _Fault(
@@ -336,6 +352,19 @@ def _outcome(job: _Job) -> str | None:
     return (
         job.outcome[1] if job.outcome is not None and job.newest_at <= job.outcome[0] + MAX_CLOCK_DIFFERENCE_S else None
     )
+
+
+def _fail(log: _NodeLog) -> None:
+    """A failure was logged: a hang that was only reported before is part of it."""
+    log.failed, log.reported = True, None
+    log.unassigned_s, log.reported_s = log.unassigned_s + log.reported_s, 0.0
+
+
+def _settle_reported(log: _NodeLog, job: _Job) -> None:
+    """A hang that was only reported is over, without a failure."""
+    if log.reported is not None:
+        _merge_fault(job, log.reported).lost_s += log.reported_s
+        log.reported, log.reported_s = None, 0.0
 
 
 def _note_failure(job: _Job, failure: _Failure) -> None:
