@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.heartbeat.record import Heartbeat
+from elasticd.heartbeat.record import Heartbeat, StepSource
 from elasticd.heartbeat.worker_events import WorkerEvent
 from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.hangs.observer import Observation
@@ -188,6 +188,19 @@ def test_one_node_says_how_long_a_recovery_took(leader: str, recovery_s: float |
     assert isinstance(stepped, events.FirstStepEvent)
     assert (stepped.recovery_seconds, "after the fault" in stepped.reason) == (recovery_s, recovery_s is not None)
     assert _value(reporter, "elasticd_recovery_seconds_count") == (recovery_s is not None)
+
+
+@pytest.mark.parametrize(("source", "first"), [(StepSource.HOOK, 1), (StepSource.SESSION, 5)])
+def test_first_step_of_a_plain_script_is_its_first(source: StepSource, first: int, start: StartReporter) -> None:
+    """However many it has made until somebody looks: only of the first one it is known that nothing was restored."""
+    written: list[LogEvent] = []
+    reporter = start("--nproc-per-node 1", written)
+    reporter.on(RoundPublished(Round(1, ALONE, cause="start")), 1.0)
+    reporter.on(GroupStarted(1, [10], None, True), 1.0)
+    reporter.on(Observation(1, (replace(_heartbeat(5, 2), source=source),), (), 0.0), 2.1)
+    reporter.on(FirstStep(1, 2.0), 2.1)
+    assert isinstance(written[-1], events.FirstStepEvent)
+    assert written[-1].step == first
 
 
 def test_a_restored_checkpoint_of_another_node_counts_as_the_last_one(start: StartReporter) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from elasticd.heartbeat.record import StepSource
 from elasticd.heartbeat.worker_events import WorkerEvent
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.job.listener import GroupEnding, JobEvent, SlotChanged
@@ -218,6 +219,8 @@ class WorkerReporter:
         job.console.log(f"round {number}: {reason}")
         ranks = job.round.ranks(job.node)
         rank, step = ranks[first] if first < len(ranks) else 0, max(beats[first].step, 1) if beats else 1
+        if beats and beats[first].source == StepSource.HOOK:
+            step = 1  # it counts those of its process, and may have made more by now
         job.write(
             events.FirstStepEvent(
                 round=number, mono=at, reason=reason, step=step, rank=rank, start_seconds=start_s,
