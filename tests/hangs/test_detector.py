@@ -25,6 +25,7 @@ class FakePeers:
     """Evidence, the planner and the story at once: keeps what it was asked and peers."""
 
     gathered: list[int] = field(default_factory=list)
+    pipes: list[list[object]] = field(default_factory=list)
     dropped: int = 0
     written: list[str] = field(default_factory=list)
     reports: list[HangReport | None] = field(default_factory=list)
@@ -32,6 +33,7 @@ class FakePeers:
 
     def start_gathering(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
         self.gathered.append(number)
+        self.pipes.append([target.pipe for target in targets])
         return True
 
     def write_later(self, number: int, name: str, text: str, final: Path) -> None:
@@ -97,6 +99,18 @@ def test_gathered_only_after_evidence() -> None:
     last = peers.reports[-1]
     assert last.gathered
     assert {(rank.where, rank.evidence) for rank in last.ranks} == {("collective", True)}
+
+
+def test_nccl_writes_its_dump_once_in_a_suspicion() -> None:
+    """What it writes looks like work of the rank: with a dump every 15 s an idle one would be slow for ever."""
+    peers = FakePeers()
+    detector = make_detector(peers)
+    detector.group_started(3, (EvidenceTarget(0, 11, pipe="p", dump="d"),), HERE)
+    for at in (104.0, 120.0, 140.0, 142.0, 160.0):
+        detector.update(observation(0.0 if at == 142.0 else at - 100.0), 5.0, at)
+        detector.evidence_gathered(found(), at + 1)
+    detector.dump(None, lambda _: None)
+    assert peers.pipes == [["p"], [None], [None], ["p"], ["p"]], "the last ones: of another suspicion, and requested"
 
 
 def test_progress_withdraws_report() -> None:

@@ -245,7 +245,11 @@ class HangDetector:
         )
 
     def _gather(self, why: str, directory: Path) -> bool:
-        self._gathering = self.evidence.start_gathering(self._round, self._targets, directory, why)
+        targets = self._targets
+        if self._gather_count and why != DUMP_REASON:
+            # NCCL writes its own dump once in a suspicion: megabytes, which look like work of the rank.
+            targets = [replace(target, pipe=None) for target in targets]
+        self._gathering = self.evidence.start_gathering(self._round, targets, directory, why)
         return self._gathering
 
     def _publish(self, report: HangReport, now: float) -> None:

@@ -193,7 +193,7 @@ class EvidenceGathering:
             return
         request = flight.request_dump(worker.heartbeat) if worker.heartbeat and worker.flight else flight.NO_REQUEST
         until = self._nccl_until()
-        if worker.pipe and worker.dump and (dump := flight.take_nccl_dump(worker.pipe, worker.dump, until)):
+        if worker.dump and (dump := flight.take_nccl_dump(worker.pipe, worker.dump, until)):
             self._write_file(f"rank-{worker.rank}.nccl", dump)
         if not (worker.heartbeat and worker.flight):
             return

@@ -55,10 +55,10 @@ def await_dump(beat: FilePath, request: DumpRequest, path: FilePath, until: floa
         return b""
 
 
-def take_nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
+def take_nccl_dump(pipe: FilePath | None, dump: FilePath, until: float) -> bytes:
     """The dump that NCCL writes to `dump` when a byte comes through `pipe`, else an older one; b"" if there is none."""
     before = _mtime_ns(dump)
-    if _poke_pipe(pipe):
+    if pipe and _poke_pipe(pipe):
         while time.monotonic() < until and (_mtime_ns(dump) == before or not _read_dump(dump).endswith(_PICKLE_END)):
             time.sleep(POLL_S)
     return _read_dump(dump)

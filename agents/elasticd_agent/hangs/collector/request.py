@@ -31,7 +31,7 @@ class EvidenceTarget:
     heartbeat: FilePath | None = None
     stacks: FilePath | None = None  #: the file to which the worker's faulthandler appends
     flight: FilePath | None = None  #: the file to which the worker's heartbeat thread writes the flight recorder
-    pipe: FilePath | None = None  #: NCCL's dump pipe, and `dump`, the file that NCCL then writes
+    pipe: FilePath | None = None  #: NCCL's dump pipe, if a dump is to be requested; `dump`: the file that NCCL writes
     dump: FilePath | None = None
 
 
