@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,9 @@ def run_to_end(
         of_the_store = isinstance(error, (StoreUnavailable, StoreRefused))  # which may be mended; the job is as it is
         code, reason = REQUEUE_EXIT_CODE if of_the_store else 2, str(error)
         _print(f"error: {reason}")
+    except OSError as error:  # as a rule this machine has no room, descriptor or process for it at the moment
+        traceback.print_exc()
+        code, reason = REQUEUE_EXIT_CODE, str(error)
     step = history.ended.step if history.ended is not None else None
     try:
         write_exit(files, exit_for(spec, code, reason, history.rounds, step or 0))

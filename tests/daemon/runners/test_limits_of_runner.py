@@ -38,12 +38,13 @@ def test_runner_refuses_paths_beyond_the_limits(tmp_path: Path, limits: dict[str
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(UsageError, "refused"), (StoreRefused, "left"), (StoreUnavailable, "left")]
+    ("error", "outcome"),
+    [(UsageError, "refused"), (StoreRefused, "left"), (StoreUnavailable, "left"), (OSError, "left")],
 )
 def test_node_does_not_refuse_a_job_for_what_is_in_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], outcome: str
 ) -> None:
-    """A record that nobody can decode, a password that is just being changed: the node tries again."""
+    """A record that nobody can decode, a password that is just being changed, no room: the node tries again."""
 
     def fails(*args: object) -> int:
         raise error("why")
