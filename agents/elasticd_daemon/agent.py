@@ -108,7 +108,7 @@ def agent(argv: Sequence[str]) -> int:
 
         return supervise(_own_command(without="--supervised"))
     settings = load(options.config, os.environ)
-    if (former := settings.state_dir / FORMER_LOCAL_STORE).exists() and settings.store.backend == "local":
+    if os.path.lexists(former := settings.state_dir / FORMER_LOCAL_STORE) and settings.store.backend == "local":
         raise UsageError(f"{former} has jobs of an earlier version: end them with that version, then remove the file")
     if options.check:
         return 0

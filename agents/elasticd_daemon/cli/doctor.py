@@ -12,7 +12,7 @@ from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model.phrases import visible
 from elasticd_daemon.cli import tables
 from elasticd_daemon.config.agent_settings import NodeSettings
-from elasticd_daemon.config.load import DEFAULT_FILE, load
+from elasticd_daemon.config.load import DEFAULT_FILE, installed_config, load
 from elasticd_daemon.health.checks import ALL_REDUCE_CHECK, NodeChecks
 from elasticd_daemon.health.monitor import max_gpus_seen
 from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
@@ -23,7 +23,7 @@ from elasticd_daemon.runners import liveness
 def doctor(argv: Sequence[str]) -> int:
     """Returns the exit code. Raises UsageError."""
     options = build_parser().parse_args(argv)
-    config = options.config or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
+    config = options.config or installed_config()
     results = run_checks(load(config, os.environ), os.environ, options.all_reduce)
     healthy = all(result.outcome != "failed" for result in results)
     if options.json:

@@ -35,7 +35,7 @@ from elasticd_agent.system.durations import UNITS_S, in_words, parse_duration
 from elasticd_agent.telemetry.report import Report
 from elasticd_daemon.cli.tables import table
 from elasticd_daemon.config.agent_settings import NodeSettings
-from elasticd_daemon.config.load import DEFAULT_FILE, load
+from elasticd_daemon.config.load import DEFAULT_FILE, installed_config, load
 
 READ_TIMEOUT_S, MIN_BYTES_PER_S = 30.0, 1_000_000
 """A mount that is slower than this is dead."""
@@ -91,7 +91,7 @@ def _parse_since_s(text: str) -> float:
 
 def _state_dir(config: Path | None) -> Path:
     """The directory of this node's agent."""
-    config = config or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
+    config = config or installed_config()
     settings: NodeSettings = load(config, os.environ)
     return settings.state_dir
 

@@ -11,6 +11,7 @@ agent_settings.py) count at once; for the others the old value stays, with a sen
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -173,7 +174,16 @@ def load(path: Path | None, environ: Mapping[str, str]) -> NodeSettings:
     except ConfigError as error:
         variable = overrides.get(error.key.partition("[")[0])
         raise UsageError(f"{variable.name}: {error.problem}" if variable else f"{where}: {error}") from None
+    except OSError as error:  # as of a path behind a directory that is closed to this user
+        raise UsageError(f"{where}: {error.filename!r} cannot be reached: {error.strerror}") from None
     return settings
+
+
+def installed_config() -> Path | None:
+    """The configuration of this node's agent, which this user may not be able to read; None if there is none."""
+    with contextlib.suppress(PermissionError):
+        return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+    return DEFAULT_FILE
 
 
 def _merge_overrides(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 import os
 import pwd
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,15 @@ from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.model.job import EntrypointMode, JobSpec, Policy, Tls
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
+from elasticd_daemon import agent
+from elasticd_daemon.config import load as load_module
 from elasticd_daemon.config.agent_settings import NodeSettings, StoreSettings
 from elasticd_daemon.config.decode import meta_of
 from elasticd_daemon.config.job_file import JobFile, read_job
-from elasticd_daemon.config.load import config_keys, load, merge_reloaded, variable_name
+from elasticd_daemon.config.load import config_keys, installed_config, load, merge_reloaded, variable_name
 from elasticd_daemon.config.reference import agent_keys, job_keys, template
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
+from elasticd_daemon.state_dir import exclusive_use
 from tests.daemon.config.wrong_files import cases_of
 from tests.etcd import Authority
 
@@ -422,3 +427,54 @@ def test_the_examples_are_right(here: Path) -> None:
     found = _load(here, text)
     assert (found.http.bind, found.drain_timeout_s) == ("0.0.0.0", 90)
     assert store_rendezvous(found).tls == Tls(here / "ca.pem", here / "node.pem", here / "node.key")
+
+
+@pytest.fixture
+def shut() -> Iterator[Path]:
+    """A directory that is closed to this process, in one that is open."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        path = Path(place, "shut")
+        path.mkdir(mode=0o000)
+        main(["config", "check", str(ROOT / "examples" / "agent.toml")])  # imports what nobody may not read
+        if os.geteuid() == 0:
+            os.seteuid(pwd.getpwnam("nobody").pw_uid)
+        try:
+            yield path
+        finally:
+            if os.getuid() == 0:
+                os.seteuid(0)
+            path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        ("STORE_CA=x", "STORE_BACKEND=etcd", "STORE_ENDPOINTS=https://h"),
+        ("HTTP_TLS_CERT=x", "HTTP_TLS_KEY=/dev/null"),
+        ("HEALTH_PLUGINS_DIR=x",),
+        ("STATE_DIR=x",),
+        ("HTTP_SOCKET=x",),
+    ],
+)
+def test_path_in_a_closed_directory_is_one_line(shut: Path, variables: tuple[str, ...]) -> None:
+    """SIGHUP ended the agent with a traceback, and every later start of it."""
+    first, *others = (f"ELASTICD_{variable}".split("=") for variable in variables)
+    with pytest.raises(UsageError, match=f"^the environment: '{shut}/x' cannot be reached: Permission denied$"):
+        load(None, {first[0]: f"{shut}/x", **dict(others)})
+
+
+def test_configuration_that_only_others_may_read_is_there(shut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As install.sh makes it: `elasticd doctor` and `elasticd report` of other users ended with a traceback."""
+    monkeypatch.setattr(load_module, "DEFAULT_FILE", shut / "agent.toml")
+    with pytest.raises(UsageError, match="cannot be read: Permission denied"):
+        load(installed_config(), {})
+    monkeypatch.setattr(load_module, "DEFAULT_FILE", shut.parent / "agent.toml")
+    assert installed_config() is None
+
+
+def test_state_directory_that_is_closed_is_said_to_be(shut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICD_STATE_DIR", str(shut))
+    assert agent.agent(["--check"]) == 0
+    with pytest.raises(UsageError, match=f"state_dir {shut}: Permission denied"), exclusive_use(shut):
+        pass
