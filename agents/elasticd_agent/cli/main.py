@@ -65,6 +65,8 @@ AGENT_COMMANDS = tuple(name for name, command in COMMANDS.items() if not command
 """Those that always use an agent."""
 _HIDDEN_COMMANDS = {"job": "elasticd_daemon.runners.main:job"}
 """The agent starts its runners with it."""
+_COMMANDS_FOR_FILES = ("explain", "dump", "checkpoints")
+"""Commands about files of jobs, which other users may not be able to reach."""
 _AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
 _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}
 
@@ -117,6 +119,10 @@ def _dispatch(argv: Sequence[str] | None) -> int:
         return _print_error(
             f"elasticd {command}", str(error), REQUEUE_EXIT_CODE if isinstance(error, StoreUnavailable) else 2
         )
+    except PermissionError as error:
+        if command not in _COMMANDS_FOR_FILES or not error.filename:
+            raise
+        return _print_error(f"elasticd {command}", f"{error.filename}: {error.strerror}")
     known = f"there are {', '.join(COMMANDS)}, as in: elasticd run train.py"
     return _print_error("elasticd", f"unknown command {command!r}; {did_you_mean(command, COMMANDS, known)}")
 
