@@ -122,8 +122,12 @@ class PreemptionMonitor:
     def _run(self) -> None:
         is_noticed = False
         while not self._stop.is_set():
-            answers = [self._ask_service(name, base) for name, base in self._services]
-            notice = next(filter(None, answers), "")
+            answers: list[str | None] = []
+            for name, base in self._services:
+                answers.append(self._ask_service(name, base))
+                if answers[-1]:  # the others may take seconds
+                    break
+            notice = answers[-1] or ""
             if bool(notice) != is_noticed and (notice or None not in answers):
                 is_noticed = bool(notice)
                 self._on_notice(notice)
