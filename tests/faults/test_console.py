@@ -21,6 +21,16 @@ for step in range(1 << 30):
     time.sleep(0.02)
 open(f"{sys.argv[1]}-{os.environ['RANK']}", "x").close()
 """
+FULL = """
+import os, sys
+if os.environ["ELASTICD_ROUND"] == "1":
+    os.makedirs("logs/round-2/rank-0")
+    for name in ("stdout", "stderr"):
+        os.symlink("/dev/full", f"logs/round-2/rank-0/{name}.log")
+    sys.exit(3)
+print("step", flush=True)
+print("error", file=sys.stderr)
+"""
 INTERRUPTED = """
 import sys, time
 def train():
@@ -99,3 +109,13 @@ def test_command_whose_reader_has_gone_is_silent(argv: list[str]) -> None:
     finally:
         os.close(theirs)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_full_disk_below_the_logs_costs_no_restart(cold: bool, tmp_path: Path) -> None:
+    """The disk of the second round's log files is full."""
+    argv = ["${local_rank}"] if cold else []
+    run = start(tmp_path, FULL, *argv, flags=("--nproc-per-node", "1", "--log-dir", "logs", "--max-restarts", "1"))
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    assert err.count(b"rank 0's log cannot be written (No space left on device): its output is lost") == 1

@@ -33,6 +33,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
         "agent": os.getpid(),
         "pythonpath": None,
         "mode": "cold",
+        "logs": [],
         "integrate": (),
     }
 

@@ -1,7 +1,8 @@
 """Keeps a worker independent of its console: a closed one costs its output, and Ctrl-C shows one line a rank.
 
 Set up before the script runs. Python's own streams raise BrokenPipeError once nobody reads them (`elasticd run … |
-head`), and EIO after the terminal has gone: a `print` would end the training.
+head`), and EIO after the terminal has gone: a `print` would end the training. So would a full disk below the job's
+log files, which are not the script's own.
 """
 
 from __future__ import annotations
@@ -11,20 +12,28 @@ import io
 import os
 import stat
 import sys
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any
 
 _CLOSED_ERRNOS = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _LIBRARY_PATHS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
 
 
 class ConsoleFile(io.FileIO):
     """A standard stream, which becomes /dev/null when its other end has gone."""
 
+    on_full_disk: Callable[[OSError], None] | None = None
+    """Called with what is lost, if this is a log file of the job."""
+
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in _FULL_ERRNOS and self.on_full_disk is not None:
+                self.on_full_disk(error)
+                return memoryview(data).nbytes
             if error.errno not in _CLOSED_ERRNOS:
                 raise
             null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -33,13 +42,18 @@ class ConsoleFile(io.FileIO):
             return memoryview(data).nbytes
 
 
-def survive_closed_console() -> None:
-    """Replace the standard streams that lead to a pipe, a socket or a terminal by ones that never fail."""
+def survive_closed_console(logs: Collection[int] = (), on_full_disk: Callable[[OSError], None] | None = None) -> None:
+    """Replace the standard streams that lead to a pipe, a socket or a terminal by ones that never fail, and those of
+    the descriptors `logs`, which are log files of the job.
+    """
     for name, fd in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
-        if type(old) is not io.TextIOWrapper or old.fileno() != fd or stat.S_ISREG(os.fstat(fd).st_mode):
+        if type(old) is not io.TextIOWrapper or old.fileno() != fd:
+            continue
+        if stat.S_ISREG(os.fstat(fd).st_mode) and fd not in logs:
             continue
         raw = ConsoleFile(fd, "w", closefd=False)
+        raw.on_full_disk = on_full_disk if fd in logs else None
         raw.name = f"<{name}>"
         new = io.TextIOWrapper(
             raw if isinstance(old.buffer, io.FileIO) else io.BufferedWriter(raw),  # python -u

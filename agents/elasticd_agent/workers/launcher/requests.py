@@ -226,6 +226,7 @@ LIBRARY_MODULES = (
     "elasticd.errors",
     "elasticd.heartbeat.exit_report",
     "elasticd.heartbeat.record",
+    "elasticd.heartbeat.worker_events",
     "elasticd.heartbeat.collectives",
     "elasticd.heartbeat.optimizer_hook",
     "elasticd.heartbeat.main_thread",
@@ -285,15 +286,18 @@ class LaunchRequests:
         self, group: int, workers: tuple[WorkerSpec, ...], host: str, port: int, *, store: bool, keep: bool
     ) -> Execute:
         """Return the request to start workers without a template, each by a command line of its own."""
-        spec, hook = self._spec, {}
-        if spec.mode is not EntrypointMode.EXEC:
-            hook = {
-                "PYTHONPATH": self._python_path_with_hook(),
-                "ELASTICD_LAUNCH": json.dumps(self._launch_config(mode="cold")),
-            }
+        spec = self._spec
+
+        def hook(worker: WorkerSpec) -> dict[str, str]:
+            if spec.mode is EntrypointMode.EXEC:
+                return {}
+            logs = [fd for path, fd in ((worker.stdout, 1), (worker.stderr, 2)) if path is not None]
+            launch = json.dumps(self._launch_config(mode="cold", logs=logs))
+            return {"PYTHONPATH": self._python_path_with_hook(), "ELASTICD_LAUNCH": launch}
+
         store_program = {"argv": [spec.python, "-u", program("tcp_store")]} if store else None
         started: list[ColdWorkerFields] = [
-            {**worker.fields(), "argv": self._command_line(rank), "env": {**hook, **worker.env}}
+            {**worker.fields(), "argv": self._command_line(rank), "env": {**hook(worker), **worker.env}}
             for rank, worker in enumerate(workers)
         ]
         return Execute(group, store_program, keep, host, port, str(spec.cwd), self._base_env, started)

@@ -71,12 +71,27 @@ def main(config: LaunchConfig) -> None:
     console.shorten_interrupts()
     library = load_library(config["library"])
     if config["mode"] == "cold":
+        console.survive_closed_console(config["logs"], full_disk_reporter(library))
         if "ELASTICD_HEARTBEAT" in os.environ:
             after_import("torch.optim.optimizer", start_heartbeat(config, library))
         for name in config["integrate"]:
             after_import(name, integrate)
         return
-    Template(config, library).serve()
+    Template(config, library, console).serve()
+
+
+def full_disk_reporter(library: dict[str, ModuleType]) -> Callable[[OSError], None]:
+    """A function that says, once in a round, that output is lost."""
+    told: set[str] = set()
+
+    def report(error: OSError) -> None:
+        number, rank = os.environ.get("ELASTICD_ROUND", "0"), os.environ.get("RANK", "0")
+        if number not in told:
+            told.add(number)
+            lost = f"rank {rank}'s log cannot be written ({error.strerror}): its output is lost until there is room"
+            library["elasticd.heartbeat.worker_events"].from_environment(int(number), int(rank)).write("message", lost)
+
+    return report
 
 
 def load_module_file(name: str, path: str) -> ModuleType:
@@ -109,9 +124,10 @@ def load_library(paths: dict[str, str]) -> dict[str, ModuleType]:
 class Template:
     """Preloads, hides the loaded modules, and forks on request until the owner ends."""
 
-    def __init__(self, config: LaunchConfig, library: dict[str, ModuleType]) -> None:
+    def __init__(self, config: LaunchConfig, library: dict[str, ModuleType], console: ModuleType) -> None:
         self.config = config
         self.library = library
+        self.console = console
         self.control = socket.socket(fileno=config["fd"])
         self.channel = library["elasticd.channel"]
         self.channel.allow_large_messages(self.control)
@@ -383,11 +399,13 @@ class Template:
         os.environ.update(release["env"])
         self.keep_launch_channel()
         share = load_module_file("_elasticd_cpus", self.config["cpu_binding"]).bind_to_cpus(release.get("cpus", ()))
-        for path, fd in ((release["stdout"], 1), (release["stderr"], 2)):
-            if path is not None:
-                opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-                os.dup2(opened, fd)
-                os.close(opened)
+        logs = {fd: path for path, fd in ((release["stdout"], 1), (release["stderr"], 2)) if path is not None}
+        for fd, path in logs.items():
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.dup2(opened, fd)
+            os.close(opened)
+        if logs:
+            self.console.survive_closed_console(logs, full_disk_reporter(self.library))
         self.reseed_generators()
         self.reset_standard_library()
         self.hidden.when_imported("numpy", self.give_blas_its_threads)
