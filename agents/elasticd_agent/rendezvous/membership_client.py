@@ -245,7 +245,7 @@ class RoundFollower:
             self._replaced = True
             why = f"a later run of this job, {round.run}, has begun"
             return stopped_round(replace(round, number=self.round.number + 1), why)
-        # An agent's store ends with the run that it was hosted for: whoever comes after that begins another one.
+        # An agent's store ends with the run that it was hosted for: a node that comes after that begins another one.
         is_after_end = not is_registered and not self._store.standalone
         is_before_mine = self.round is None and (round.outcome == "stopped" or is_after_end)
         other_run = round.run != self._run or is_before_mine
