@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.state import training_state
-from elasticd.sampler import ElasticBatchSampler
+from elasticd.sampler import ElasticBatchSampler, usage_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,11 @@ class AttachedSamplers:
 
     def all(self) -> list[ElasticBatchSampler]:
         return [obj for obj in self._attached.values() if isinstance(obj, ElasticBatchSampler)]
+
+    def find_used(self) -> list[str]:
+        """The names of those that have committed a step in this process."""
+        attached = self._attached.items()
+        return [name for name, obj in attached if isinstance(obj, ElasticBatchSampler) and usage_of(obj).has_committed]
 
     def is_loop_at_end(self) -> bool:
         """The loop over the batches has come to the end of an epoch. A second sampler has epochs of its own."""

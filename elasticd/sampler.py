@@ -12,9 +12,11 @@ group's rank and size and for the shuffle's arithmetic.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -33,6 +35,8 @@ _MAX_CHUNK_POSITIONS = 8192
 _MAX_WRAPPER_FRAMES = 8
 # A thread that fetches ahead of the loop may fetch more than a step a commit, until its queue is full: not so many.
 _COMMITS_FOR_CERTAINTY = 1000
+_COMMITS_IN_WINDOW = 16
+"""Commits in which the loop has at least once trained on all that it had fetched, but what a DataLoader prefetches."""
 _LOADER_MODULES = ("torch.utils.data.", "torchdata.")
 
 
@@ -59,6 +63,8 @@ class SamplerUsage:
     last_exhausted_iteration: int = 0  #: the last one that has come to the end of its epoch, 0 for none
     fetched_batches: int = 0  #: micro-batches of this rank
     fetched_training_batches: int = 0  #: those that were not fetched in `torch.no_grad()`
+    fetching_thread: int = 0
+    left_out_steps: int = 0  #: steps of an epoch that were fetched, and for which `commit()` was not called
 
 
 _SAMPLERS: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
@@ -100,6 +106,10 @@ class _Consumption:
     fetched_at_commit: int = 0  #: the position at the last commit
     least_fetched: int | None = None
     """The fewest positions fetched between two commits, before the last step was fetched."""
+    least_ahead: float = math.inf
+    """The fewest positions fetched beyond a step at its commit, in the present window."""
+    first_ahead: float = math.inf
+    """The same of the first window."""
 
     def on_commit(self, fetched: int, end: int) -> None:
         self.commits += 1
@@ -107,6 +117,19 @@ class _Consumption:
             new = fetched - self.fetched_at_commit
             self.least_fetched = new if self.least_fetched is None else min(self.least_fetched, new)
         self.fetched_at_commit = fetched
+
+    def find_left_out(self, ahead: int) -> int:
+        """The positions that a loop has fetched, and that neither a commit nor a DataLoader's queue accounts for.
+
+        `ahead`: those fetched beyond the step that is committed now, by the thread that commits. A loop that leaves out
+        a batch stays ahead by it; one that fetches several at once does not.
+        """
+        self.least_ahead = min(self.least_ahead, ahead)
+        if self.commits % _COMMITS_IN_WINDOW:
+            return 0
+        least, self.least_ahead = self.least_ahead, math.inf
+        self.first_ahead = min(self.first_ahead, least)
+        return int(least - self.first_ahead)
 
     def leaves_steps_uncommitted(self, global_batch: int) -> bool:
         """More than one step is fetched for each commit, beyond what a DataLoader prefetches."""
@@ -286,6 +309,9 @@ class ElasticBatchSampler:
             )
         self._consumption.on_commit(self._fetched, self._last_step_end)
         self._refuse_uncommitted_steps(self._consumption.leaves_steps_uncommitted(self._global_batch))
+        if self._usage.fetching_thread == threading.get_ident():
+            left_out = self._consumption.find_left_out(self._fetched - step.stop)
+            self._usage.left_out_steps = max(self._usage.left_out_steps, left_out // self._global_batch)
         self._usage.has_committed = True
         # The samples that drop_last leaves out belong to the last step, so that offset == length always means "over".
         self._offset = self._size if step.stop == self._last_step_end else step.stop
@@ -424,6 +450,7 @@ class ElasticBatchSampler:
                     self._fetched = max(self._fetched, step.stop)
                 usage.fetched_batches += 1
                 usage.fetched_training_batches += is_grad_enabled()
+                usage.fetching_thread = threading.get_ident()
                 yield indices[taken : taken + stop - start]
                 taken += stop - start
             done += len(steps)

@@ -338,6 +338,12 @@ class Session:
             self._steps = resumed.step
             self._decisions.reset(resumed.step)
             self._samplers.on_restore()
+        for name in self._samplers.find_used() if resumed is None else ():
+            self._say_once(
+                f"{name} is where an earlier training of this process has left it, at epoch "
+                f"{self._attached[name].epoch}, and range({name}.epoch, ...) begins there: make a sampler for each "
+                "training"
+            )
         return resumed
 
     def checkpoint(

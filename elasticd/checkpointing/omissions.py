@@ -17,6 +17,7 @@ The price is a hook on optimizer steps, which all of torch's optimizers call any
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
@@ -24,8 +25,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import training_state
@@ -46,6 +49,8 @@ makes hundreds for each."""
 MAX_SEARCH_STEPS = 200
 """Optimizer steps that a search for a learning rate makes at most before training: 100 as a rule, also of a small data
 set."""
+_SCHEDULED_MARK = "_wrapped_by_lr_sched"
+"""An attribute of an optimizer's `step` once a scheduler has been made for it."""
 _WRONG_ORDERS_BEFORE_ERROR = 2
 """Times that an optimizer is seen to step after `session.step()`, with the gradients from before it."""
 _MAX_GRADIENTS_KEPT = 4
@@ -69,6 +74,10 @@ class Omissions:
         """Optimizers that are not attached, and of which all has been said."""
         self._first_at = 0.0
         self._told: set[str] = set()
+        self._scheduled: set[int] = set()
+        """Attached optimizers of which a scheduler was made before `attach()`, so without knowing what is restored."""
+        self._group_sizes: dict[str, list[int]] = {}
+        """The parameters of each group of the attached optimizers."""
         self._fetched: dict[int, tuple[int, int]] = {}
         """Counts of samplers that are not attached: fetches at the last look, looks in a row at which these grew."""
         self._iterations: dict[int, int] = {}
@@ -83,7 +92,8 @@ class Omissions:
         for name, obj in self._attached.items():
             for what in _unsaved_of_ddp(obj) if self._context.group.world_size > 1 else ():
                 self._warn_once(f"attach({name}=...): {what}")
-        self._known = {id(obj) for obj in (*self._attached.values(), *self._context.per_rank.values())}
+        self._known = {id(obj) for obj in self._all_attached()}
+        self._scheduled |= {id(obj) for obj in self._optimizers().values() if hasattr(obj.step, _SCHEDULED_MARK)}
         if self._hook is None:
             from torch.compiler import is_compiling
             from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -113,6 +123,10 @@ class Omissions:
             self._check_optimizers(stepped, number)
         if number % LOOK_EVERY < LOOKS:
             self._check_samplers(number)
+        if number % LOOK_EVERY == 0:
+            self._check_groups(number)
+        if not number:
+            self._check_schedulers()
         if not self._order_is_known:
             self._keep_gradients(number)
 
@@ -172,18 +186,12 @@ class Omissions:
 
     def _is_saved_by_another(self, optimizer: Any) -> bool:
         """True if something else that is attached, such as a wrapper, saves the optimizer's state."""
-        own = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in map(local_part, training_state.tensors(dict(optimizer.state)))
-        }
+        own = _storages(dict(optimizer.state))
         for obj in self._attached.values():
             if isinstance(obj, Module):
                 continue
             try:
-                saved = {
-                    tensor.untyped_storage().data_ptr()
-                    for tensor in map(local_part, training_state.tensors(obj.state_dict()))
-                }
+                saved = _storages(obj.state_dict())
             except Exception:  # noqa: BLE001 - of any object: ZeroRedundancyOptimizer has none before it is gathered
                 return True
             # One that has a method of its own, and knows the optimizer, may save copies. A scheduler knows it, too.
@@ -192,10 +200,86 @@ class Omissions:
                 return True
         return False
 
+    def _check_groups(self, number: int) -> None:
+        """The next start has to make the same groups before `restore()`, and their parameters' values are needed."""
+        before, self._group_sizes = (
+            self._group_sizes,
+            {name: [len(group["params"]) for group in obj.param_groups] for name, obj in self._optimizers().items()},
+        )
+        if before == self._group_sizes:
+            return
+        self._check_parameters(number)
+        for name in before:
+            if before[name] != self._group_sizes[name]:
+                self._warn_once(
+                    f"{name} has other parameter groups than before: the next restore() fails unless the script makes "
+                    "the same groups before it. Make all of them at the start, such as with lr=0 until they are trained"
+                )
+
+    def _check_parameters(self, number: int) -> None:
+        """One that an attached optimizer trains, and of which no checkpoint has the value."""
+        every = self._all_attached()
+        others = [obj for obj in every if not isinstance(obj, _KINDS_OF_TORCH)]
+        modules = [obj for obj in every if isinstance(obj, Module)]
+        modules += [value for obj in others for value in _attributes(obj).values() if isinstance(value, Module)]
+        held = {id(parameter) for module in modules for parameter in module.parameters()}
+        held |= {id(value) for obj in others for value in _attributes(obj).values()}
+        for name, optimizer in self._optimizers().items():
+            lost = [
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad and id(parameter) not in held
+            ]
+            # Which parameters a module has that FSDP2 shards depends on the moment.
+            if not lost or any(local_part(parameter) is not parameter for parameter in lost):
+                continue
+            try:
+                states = [training_state.unwrap(obj).state_dict() for obj in modules + others]
+                saved = _storages(states)
+                lost = [parameter for parameter in lost if _storages(parameter).isdisjoint(saved)]
+            except Exception:  # noqa: BLE001 - of any object
+                continue
+            if lost:
+                self._raise_or_warn(
+                    f"{name} trains {_count_parameters(lost)} of nothing that is attached: its value is not saved, "
+                    "and a restart would begin with another one. Attach the module before session.restore(); a "
+                    "parameter of no module belongs into one, such as torch.nn.ParameterList",
+                    is_error=not others and number < ERROR_STEPS,
+                )
+
+    def _check_schedulers(self) -> None:
+        """One that was made before `attach()`, and whose position is in no checkpoint."""
+        unknown = {id(obj): name for name, obj in self._optimizers().items() if id(obj) in self._scheduled}
+        for obj in self._all_attached() if unknown else ():
+            for value in () if isinstance(obj, (Module, Optimizer)) else _attributes(obj).values():
+                for each in value if isinstance(value, (list, tuple)) else [value]:
+                    unknown.pop(id(each.optimizer if isinstance(each, LRScheduler) else each), None)
+        if not unknown:
+            return
+        # torch's optimizers do not know their schedulers.
+        living = [obj for obj in gc.get_objects() if issubclass(type(obj), LRScheduler)]
+        found = {id(getattr(obj, "optimizer", None)): obj for obj in living}
+        for key, scheduler in found.items():
+            # After a resume the script may have set it to the step that was reached.
+            if key in unknown and (self._context.parent is None or scheduler.last_epoch <= 1):
+                self._warn_once(
+                    f"{type(scheduler).__name__} schedules {unknown[key]} and is not attached: after a restart it, and "
+                    "so the learning rate, would begin anew. Attach it before session.restore(), or make it after that "
+                    "call, for session.steps"
+                )
+
     # --- samplers -----------------------------------------------------------------------------------------------------
 
     def _check_samplers(self, number: int) -> None:
-        """One that gives the batches of each step, and whose position is in no checkpoint."""
+        """One that gives the batches of each step, and whose position is in no checkpoint, or is behind the loop."""
+        for usage in self._sampler_usages():
+            if usage.left_out_steps:
+                batches = f"{usage.left_out_steps} batch{'es' * (usage.left_out_steps > 1)}"
+                self._warn_once(
+                    f"{batches} of the attached sampler without session.step(): a restart in this epoch trains again "
+                    "on as many. Call session.step() for a batch that the loop leaves out, too"
+                )
         before, self._fetched = self._fetched, {}
         for sampler in uncommitted_samplers():
             if id(sampler) in self._known:
@@ -289,6 +373,14 @@ class Omissions:
     def _count_fetches(self) -> int:
         return sum(usage.fetched_batches for usage in self._sampler_usages())
 
+    def _all_attached(self) -> list[Any]:
+        return [*self._attached.values(), *self._context.per_rank.values()]
+
+    def _optimizers(self) -> dict[str, Optimizer]:
+        """The attached ones by name."""
+        every = {**self._attached, **self._context.per_rank}
+        return {name: obj for name, obj in every.items() if isinstance(obj, Optimizer)}
+
     def _sampler_usages(self) -> list[SamplerUsage]:
         """Return the usage of each attached sampler."""
         return [usage_of(sampler) for sampler in self._attached.values() if isinstance(sampler, ElasticBatchSampler)]
@@ -308,8 +400,25 @@ class Omissions:
             self._context.events.write("message", what, None)
 
 
+_KINDS_OF_TORCH = (
+    *(Module, Optimizer, LRScheduler, GradScaler, ElasticBatchSampler),
+    training_state.GeneratorState,
+)
+"""The kinds of attached objects of which the saved parameters are known."""
+
+
 def _attributes(obj: Any) -> dict[str, Any]:
     return getattr(obj, "__dict__", {})
+
+
+def _storages(state: Any) -> set[int]:
+    """The addresses of the tensors in a state. Raises what a tensor without a storage may."""
+    return {tensor.untyped_storage().data_ptr() for tensor in map(local_part, training_state.tensors(state))}
+
+
+def _count_parameters(parameters: list[Any]) -> str:
+    shape = f"of shape {tuple(parameters[0].shape)}"
+    return f"a parameter {shape}" if len(parameters) == 1 else f"{len(parameters)} parameters, the first {shape},"
 
 
 def _unsaved_of_ddp(obj: Any) -> Iterator[str]:

@@ -56,7 +56,7 @@ attached: dict[str, Any] = {"model": model, "optimizer": optimizer, "sampler": s
 if kind == "two optimizers":
     attached.update(second=second, second_optimizer=second_optimizer)
 if kind == "forgets the model":
-    del attached["model"]
+    del attached["model"], attached["optimizer"]
 workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": True} if "loader" in kind else {}
 outer = DataLoader(data, batch_sampler=sampler, **workers)
 outer_batches = iter(outer)

@@ -9,7 +9,10 @@ import copy
 import itertools
 import json
 import logging
+import queue
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +195,55 @@ def sampler_without_checkpoint(loop: Loop) -> None:
     loop.train()
 
 
+# --- a sampler that is behind the loop --------------------------------------------------------------------------------
+
+
+def leaves_out(name: str, wrap: Callable[[Any], Any] = lambda loader: loader, **how: Any) -> None:
+    """One batch of an epoch, as where the loss is not finite."""
+
+    def run(loop: Loop) -> None:
+        loop.sampler = elasticd.ElasticBatchSampler(data, 1, rank=0, world_size=1)
+        loop.attach()
+        for number, batch in enumerate(wrap(DataLoader(data, batch_sampler=loop.sampler, **how))):
+            if number == 16 and name.startswith("batch"):
+                continue
+            loop.learn(batch)
+            loop.session.step()
+
+    CASES[name] = run
+
+
+def in_chunks(loader: Any) -> Any:
+    """Of several batches, which are fetched at once."""
+    batches = iter(loader)
+    while chunk := list(itertools.islice(batches, 6)):
+        yield from chunk
+
+
+def in_thread(loader: Any) -> Any:
+    """Which is slow at first, and then ahead of the loop."""
+    fetched: queue.Queue[Any] = queue.Queue(8)
+
+    def fetch() -> None:
+        for number, batch in enumerate(loader):
+            fetched.put(batch)
+            time.sleep(0.01 * (number < 20))
+        fetched.put(None)
+
+    threading.Thread(target=fetch).start()
+    while (batch := fetched.get()) is not None:
+        time.sleep(0.002)
+        yield batch
+
+
+leaves_out("batch_left_out")
+leaves_out("batch_left_out_with_workers", num_workers=2)
+leaves_out("batches_in_chunks", in_chunks)
+leaves_out("no_batch_left_out_with_workers", num_workers=2)
+leaves_out("no_batch_left_out_in_chunks", in_chunks)
+leaves_out("no_batch_left_out_in_a_thread", in_thread)
+
+
 # --- session.step() ---------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +347,71 @@ def no_optimizer_attached_but_its_scheduler(loop: Loop) -> None:
     loop.train()
 
 
+@case
+def parameter_of_nothing_attached(loop: Loop) -> None:
+    """As the temperature of soft actor-critic."""
+    loop.own = torch.zeros(1, requires_grad=True)  # type: ignore[attr-defined]
+    loop.optimizer = torch.optim.AdamW([*loop.model.parameters(), loop.own])  # type: ignore[attr-defined]
+    loop.attach()
+    loop.train()
+
+
+@case
+def model_of_an_optimizer_unattached(loop: Loop) -> None:
+    critic = nn.Linear(4, 1)
+    loop.attach(critic_optimizer=torch.optim.SGD(critic.parameters(), lr=0.01))
+    loop.train()
+
+
+class Held:
+    """An object that saves a parameter of its own, or a copy of it."""
+
+    def __init__(self, parameter: torch.Tensor, saved: Callable[[torch.Tensor], Any]) -> None:
+        self._of, self._saved = {"own": parameter}, saved
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self._saved(self._of["own"])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._of["own"].data.copy_(torch.as_tensor(state["own"]))
+
+
+def held(name: str, saved: Callable[[torch.Tensor], Any]) -> None:
+    def run(loop: Loop) -> None:
+        own = torch.zeros(1, requires_grad=True)
+        loop.optimizer = torch.optim.AdamW([*loop.model.parameters(), own])
+        loop.attach(own=Held(own, saved))
+        loop.train()
+
+    CASES[name] = run
+
+
+held("parameter_of_an_own_object", lambda own: own.detach())
+held("parameter_that_an_own_object_may_copy", lambda own: own.item())
+
+
+@case
+def frozen_parameter_of_nothing_attached(loop: Loop) -> None:
+    other = nn.Linear(1, 1).requires_grad_(False)
+    loop.optimizer = torch.optim.AdamW([*loop.model.parameters(), *other.parameters()])
+    loop.attach()
+    loop.train()
+
+
+@case
+def groups_added_later(loop: Loop) -> None:
+    """As where layers are trained that were frozen at first."""
+    loop.optimizer = torch.optim.AdamW([loop.model.weight])
+    loop.attach()
+    for epoch in range(4):
+        loop.sampler.set_epoch(epoch)
+        for batch in loop.loader:
+            if loop.session.steps == 3:
+                loop.optimizer.add_param_group({"params": [loop.model.bias]})
+            loop.learn(batch)
+            loop.session.step()
+
+
 class Counting(torch.optim.SGD):
     """It keeps a number that belongs to no parameter."""
 
@@ -314,6 +431,52 @@ def probe_that_counts(loop: Loop) -> None:
         own.step()
 
     loop.train(2, look)
+
+
+def scheduled(name: str, make: Callable[[Loop], tuple[Any, dict[str, Any]]]) -> None:
+    def run(loop: Loop) -> None:
+        scheduler, more = make(loop)
+        loop.attach(**more)
+        scheduler = scheduler or torch.optim.lr_scheduler.StepLR(loop.optimizer, 10)
+        for batch in loop.loader:
+            loop.learn(batch)
+            scheduler.step()
+            loop.session.step()
+
+    CASES[name] = run
+
+
+def one_after_another(loop: Loop) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    parts = [schedulers.LinearLR(loop.optimizer, 0.1), schedulers.ExponentialLR(loop.optimizer, 0.9)]
+    return schedulers.SequentialLR(loop.optimizer, parts, milestones=[5])
+
+
+class Schedule:
+    """As of timm: no scheduler of torch's, but it has some."""
+
+    def __init__(self, *of: Any) -> None:
+        self._of = of
+
+    def step(self) -> None:
+        self._of[0].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._of[0].state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._of[0].load_state_dict(state)
+
+
+def wrapped_schedule(loop: Loop) -> tuple[Any, dict[str, Any]]:
+    schedule = Schedule(torch.optim.lr_scheduler.StepLR(loop.optimizer, 10))
+    return schedule, {"schedule": schedule}
+
+
+scheduled("scheduler_unattached", lambda loop: (torch.optim.lr_scheduler.StepLR(loop.optimizer, 10), {}))
+scheduled("scheduler_made_after_restore", lambda loop: (None, {}))
+scheduled("scheduler_of_two", lambda loop: (both := one_after_another(loop), {"scheduler": both}))
+scheduled("scheduler_in_a_wrapper", wrapped_schedule)
 
 
 @case
@@ -503,6 +666,18 @@ def trained_on_after_close(loop: Loop) -> None:
     loop.session.close()
     scheduler.step()
     loop.learn(data[:4])
+
+
+@case
+def sampler_of_an_earlier_training(loop: Loop) -> None:
+    loop.attach()
+    loop.train()
+    loop.session.close()
+    again = Loop(f"{loop.directory}-2")
+    again.sampler, again.loader = loop.sampler, loop.loader
+    again.attach()
+    again.train()
+    again.session.close()
 
 
 @case
