@@ -434,6 +434,13 @@ class Session:
             self._between_steps.on_save(is_next_epoch)
         return saved
 
+    def save_again(self, after: str) -> None:
+        """Save the state at the end of the next step, if it has been saved at the present one: a framework's loop has
+        changed it `after` that. All ranks call it.
+        """
+        if self._between_steps is not None and self._between_steps.is_saved:
+            self._is_put_off, self._due = True, f"step {self._steps} was saved before {after}"
+
     def _how_to_save(self) -> dict[str, Any]:
         """The choice of rank 0 for all ranks of what `save()` does."""
         if self._should_stop and self.has_optimized:

@@ -188,6 +188,9 @@ class ElasticdCallback:
         self._phase.close()
         self._phase.enter_context(self.session.phase("eval"))
 
+    def on_validation_end(self, *_: Any) -> None:
+        self.session.save_again("its validation")  # callbacks keep the result
+
     on_test_start = on_predict_start = on_train_end = on_validation_start
 
     def on_save_checkpoint(self, *_: Any) -> None:

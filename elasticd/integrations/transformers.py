@@ -228,6 +228,7 @@ class ElasticdCallback:
 
     def on_evaluate(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._due["evaluated"] = state.global_step
+        self.session.save_again("its evaluation")
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._micro = 0

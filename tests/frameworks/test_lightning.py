@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,6 +119,44 @@ def test_values_of_hooks_and_callbacks_come_back_as_they_were(tmp_path: Path) ->
     assert same(keeper.hooked, VALUES)
     assert again.table[5][1] == "x" and torch.equal(again.table[5][0], torch.tensor(2.5))
     assert data.version == 3
+
+
+class Ended(Exception):
+    """As a kill."""
+
+
+class Observer(lightning.Callback):
+    """Notes what validations have changed, before each step."""
+
+    def __init__(self, early: EarlyStopping, ends_at: int) -> None:
+        self._early, self._ends_at = early, ends_at
+        self.seen: dict[int, float] = {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.seen[trainer.global_step] = float(self._early.best_score)
+        if trainer.global_step == self._ends_at:
+            raise Ended
+
+
+def test_result_of_a_validation_after_the_save_is_saved_at_the_next_step(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(32, 8), torch.randn(32, 8))
+
+    def train(ends_at: int) -> dict[int, float]:
+        elastic = ElasticdCallback(global_batch=4, directory=tmp_path, every=4)
+        early = EarlyStopping("error", patience=50)
+        observer = Observer(early, ends_at)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+        how = {"max_epochs": 2, "val_check_interval": 4, "num_sanity_val_steps": 0}
+        trainer = lightning.Trainer(**how, **quiet, **elastic.arguments(callbacks=[early, observer]))
+        loaders: list[Any] = [elastic.loader(DataLoader(data, batch_size=4)), DataLoader(data, batch_size=4)]
+        with pytest.raises(Ended):
+            trainer.fit(lightning_fit.Regression(), *loaders)
+        elastic.session.close()
+        return observer.seen
+
+    first, second = train(7), train(6)
+    assert second == {step: first[step] for step in (5, 6)}
+    assert first[4] < first[3]
 
 
 class Standing(lightning_fit.Regression):

@@ -181,6 +181,16 @@ def test_saved_step_that_changes_afterwards_is_saved_again() -> None:
     assert end.why_save_again() == "step 2 was saved before a change"
 
 
+def test_evaluation_of_a_frameworks_loop_is_no_mistake() -> None:
+    """It draws the seed of its loader."""
+    own = type("State", (Meter,), {"__module__": "elasticd.integrations.transformers"})()
+    end, donor = step_end({**objects(), "trainer": own})
+    donor.has_drawn = True
+    end.commit(4, is_saved=True, ends_epoch=False)
+    assert end.on_step_begin(is_certain=True) == ""
+    assert donor.calls == [False]
+
+
 def end_epoch(sampler: ElasticBatchSampler) -> None:
     for _ in sampler:
         sampler.commit()

@@ -56,13 +56,13 @@ class BetweenSteps:
         self.changed: list[str] = []
         self.has_begun = True
         """The next step."""
-        self._ends_epoch = self._is_saved = False
+        self._ends_epoch = self.is_saved = False
         self._device = device
         self._random_state: RandomState | None = None
         """At the end of an epoch: what follows is repeated by a run that resumes there."""
 
     def commit(self, step: int, is_saved: bool, ends_epoch: bool) -> None:
-        self._step, self._is_saved = step, is_saved
+        self._step, self.is_saved = step, is_saved
         self._count += 1
         self._changes.commit()
         self._ends_epoch = ends_epoch
@@ -71,7 +71,7 @@ class BetweenSteps:
 
     def on_save(self, is_next_epoch: bool) -> None:
         """The script saves. `is_next_epoch`: as of the next epoch's beginning, so no rest of this one is repeated."""
-        self._is_saved = True
+        self.is_saved = True
         self._ends_epoch = self._ends_epoch and not is_next_epoch
         self._changes.commit()
 
@@ -97,7 +97,7 @@ class BetweenSteps:
             bool(changed) or self._changes.has_counted_changes(), self._ends_epoch
         ):
             self.changed.append("the random state")
-        if not self.changed or self._ends_epoch:
+        if not self.changed or self._ends_epoch or self._changes.is_of_framework:
             self._in_a_row = 0
             return ""
         self._in_a_row += 1
@@ -122,7 +122,7 @@ class BetweenSteps:
 
     def why_save_again(self) -> Reason:
         """The reason to save again, for a script that changes something late now and then, "" if there is none."""
-        return f"step {self._step} was saved before a change" if self._is_saved and self._in_a_row == 1 else ""
+        return f"step {self._step} was saved before a change" if self.is_saved and self._in_a_row == 1 else ""
 
 
 class LateChanges:
@@ -138,7 +138,9 @@ class LateChanges:
         """
         self._counters: list[int] = []
         self._own: set[str] = set()
-        if not any(type(obj).__module__.startswith(_INTEGRATIONS_PREFIX) for obj in attached.values()):
+        self.is_of_framework = any(type(obj).__module__.startswith(_INTEGRATIONS_PREFIX) for obj in attached.values())
+        """The loop is a framework's: a change after a step is no mistake of the script."""
+        if not self.is_of_framework:
             for name, obj in attached.items():
                 if read_state := self._state_reader(name, obj):
                     self._looks[name] = read_state
