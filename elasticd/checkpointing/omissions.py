@@ -221,9 +221,9 @@ class Omissions:
         every = self._all_attached()
         others = [obj for obj in every if not isinstance(obj, _KINDS_OF_TORCH)]
         modules = [obj for obj in every if isinstance(obj, Module)]
-        modules += [value for obj in others for value in _attributes(obj).values() if isinstance(value, Module)]
-        held = {id(parameter) for module in modules for parameter in module.parameters()}
-        held |= {id(value) for obj in others for value in _attributes(obj).values()}
+        values = [value for obj in others for value in _values(obj)]
+        modules += [value for value in values if isinstance(value, Module)]
+        held = {id(parameter) for module in modules for parameter in module.parameters()} | set(map(id, values))
         for name, optimizer in self._optimizers().items():
             lost = [
                 parameter
@@ -252,9 +252,8 @@ class Omissions:
         """One that was made before `attach()`, and whose position is in no checkpoint."""
         unknown = {id(obj): name for name, obj in self._optimizers().items() if id(obj) in self._scheduled}
         for obj in self._all_attached() if unknown else ():
-            for value in () if isinstance(obj, (Module, Optimizer)) else _attributes(obj).values():
-                for each in value if isinstance(value, (list, tuple)) else [value]:
-                    unknown.pop(id(each.optimizer if isinstance(each, LRScheduler) else each), None)
+            for value in () if isinstance(obj, (Module, Optimizer)) else _values(obj):
+                unknown.pop(id(value.optimizer if isinstance(value, LRScheduler) else value), None)
         if not unknown:
             return
         # torch's optimizers do not know their schedulers.
@@ -409,6 +408,14 @@ _KINDS_OF_TORCH = (
 
 def _attributes(obj: Any) -> dict[str, Any]:
     return getattr(obj, "__dict__", {})
+
+
+def _values(obj: Any) -> Iterator[Any]:
+    """The values of its attributes, and what these contain."""
+    for value in _attributes(obj).values():
+        yield value
+        if isinstance(value, (list, tuple, dict)):
+            yield from value.values() if isinstance(value, dict) else value
 
 
 def _storages(state: Any) -> set[int]:

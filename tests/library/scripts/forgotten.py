@@ -387,7 +387,15 @@ def held(name: str, saved: Callable[[torch.Tensor], Any]) -> None:
 
 
 held("parameter_of_an_own_object", lambda own: own.detach())
-held("parameter_that_an_own_object_may_copy", lambda own: own.item())
+held("parameter_that_an_own_object_copies", lambda own: own.item())
+
+
+@case
+def parameter_beside_an_own_object(loop: Loop) -> None:
+    """Which may save it in a way that is not seen."""
+    loop.optimizer = torch.optim.AdamW([*loop.model.parameters(), torch.zeros(1, requires_grad=True)])
+    loop.attach(other=Held(torch.zeros(2), lambda own: own.tolist()))
+    loop.train()
 
 
 @case
