@@ -23,9 +23,10 @@ another choice than the rest. Random states are set last, since a load_state_dic
 loaded the state does it become this round's own: relinked in the directory, or adopted in memory. From then on
 whatever an older round still writes is not loaded. A round that dies before that leaves the choice as it was.
 
-A state that is rejected because a rank's draws are unknown stays rejected: the next rounds, which have not the records
-that show it, learn of it by `step_files.refused_states`. Otherwise a round that begins anew and dies before its first
-save would be followed by one that resumes from that state with other random numbers.
+A state that is rejected because a rank's draws are unknown stays rejected, as does one that was saved at a fault and
+that a rank cannot load: the next rounds, which have not the records that show it, learn of it by
+`step_files.refused_states`. Otherwise a round that begins anew and dies before its first save would be followed by one
+that resumes from that state with other random numbers, and each round would try again what cannot be loaded.
 
 `choice` has the rule of the choice; `state_opener` the way of the state to each rank, `process_state` that of one which
 ranks hold in their processes.
@@ -479,11 +480,22 @@ class Restore:
             "loaded", "its loading", word, lambda words: {"answers": words}, "restored"
         )["answers"]
         if failed := [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(words) if answer["error"]]:
+            self._refuse_if_saved_at_fault(choice, failed[0])
             # Rank 0 may serve the store itself, and is about to leave.
             self._context.channel.leave("restored/received")
             raise error or CheckpointError(f"{choice.name} could not be restored by every rank: {'; '.join(failed)}")
         merged = tuple(dict.fromkeys(note for answer in words for note in answer["notes"]))
         return Resumed(choice.manifest.round, choice.step, choice.manifest.world_size, merged)
+
+    def _refuse_if_saved_at_fault(self, choice: Choice, why: str) -> None:
+        """The next round takes an older state: this one may be of a step at which no round can begin."""
+        if not choice.in_memory or donor_of(choice.key[1]) is None:
+            return
+        if self._context.environment.local_rank == 0:
+            step_files.refuse_states([(choice.manifest.round, choice.save_number)])
+        if self._context.group.rank == 0:
+            what = f"the state of step {choice.step}, which was saved at the fault, is not used again: {why}"
+            self._chooser.report(what, choice.step)
 
     # --- the state becomes this round's own ---------------------------------------------------------------------------
 

@@ -53,6 +53,15 @@ def test_rank_without_an_object_of_rank_0_saves_nothing(job: StartJob) -> None:
     assert "it attaches model, optimizer, sampler, and rank 0 model, optimizer, ema, sampler: attach" in run.err
 
 
+def test_state_that_cannot_be_loaded_is_not_tried_again(job: StartJob) -> None:
+    run = job("kinds.py", "not_loadable_at_each_step", faults=[Fault(1, 13, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 0, run.err
+    assert [(event["round"], event["step"]) for event in run.events("resumed")] == [(3, 10)]
+    assert (
+        "the state of step 12, which was saved at the fault, is not used again: rank 0: ValueError: there is" in run.err
+    )
+
+
 def test_step_that_the_survivor_is_about_to_end_is_waited_for(job: StartJob) -> None:
     run = job("kinds.py", "slowly_changed", faults=[Fault(1, 1013, "SIGKILL")], flags=FLAGS)
     assert run.wait() == 0

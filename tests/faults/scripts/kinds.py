@@ -118,6 +118,31 @@ def averaged_on_rank_0(job: Kind) -> None:
         job.then(lambda: ema.update_parameters(job.net))
 
 
+class Odd:
+    """A number that it takes back from a save only, not from other steps."""
+
+    rank_independent = True
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["count"] % 5:
+            raise ValueError(f"there is no place for {state['count']}")
+        self.count = state["count"]
+
+
+@kind
+def not_loadable_at_each_step(job: Kind) -> None:
+    """As where the script has added a parameter group since the last save."""
+    job.ddp()
+    job.attached["odd"] = odd = Odd()
+    job.then(lambda: setattr(odd, "count", odd.count + 1))
+
+
 @kind
 def sent(job: Kind) -> None:
     """Rank 0 sends its state to another process, for which torch moves it to shared memory."""
