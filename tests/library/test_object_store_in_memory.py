@@ -53,7 +53,12 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
+    forget_objects()  # those of another file's tests
     yield make
+    forget_objects()
+
+
+def forget_objects() -> None:
     object_store.cached_store.cache_clear()
     DirFileSystem.clear_instance_cache()
     MemoryFileSystem.store.clear()

@@ -350,7 +350,7 @@ class RendezvousMember:
         self._follower.follow(round)
         if self._follower.ended_before_joining and self._registration.lease is None:
             self._log(
-                f"run {round.run} of job {self._keys.job!r} ended before this node came, which starts nothing: "
+                f"run {round.run or 0} of job {self._keys.job!r} ended before this node came, which starts nothing: "
                 "a new run needs a higher --run, or another --rdzv-id"
             )
         self._report_round(round)
