@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.job import Job
+from elasticd_agent.model.phrases import count
+from tests.faults.job import REPOSITORY, Job
 from tests.hangs.situations import MISMATCH, SCRIPTS
 
 
@@ -29,5 +32,11 @@ def test_groups_that_are_crossed_in_a_later_round_are_a_proof(stays: Job) -> Non
     assert stays.event("group_started", round=2)["kept"] == 2
     assert (hung["action"], hung["cause"] in MISMATCH, hung["seconds"] < 50) == ("restart", True, True), hung
     stays.step(1, round=3)
+    kept = stays.event("group_started", round=3)["kept"]
     (stays.work / "enough").touch()
     assert stays.wait() == 0
+    command = [sys.executable, "-m", "elasticd_agent", "explain", str(stays.work.parent / "log")]
+    command += ["--event-log", str(stays.work / "events.jsonl")]
+    page = " ".join(subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split())
+    assert kept > 0, "or the next line says nothing"
+    assert f"the workers were killed (SIGKILL), except {count(kept, 'worker')} here, which kept the process" in page
