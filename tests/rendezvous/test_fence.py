@@ -105,7 +105,7 @@ def test_store_of_another_jobs_host() -> None:
     while now < 110.0 + Policy().store_away_s:
         host.turn(now)
         told += [notice for notice in other.turn(now)[0] if isinstance(notice, WaitingFor | StoreAbandoned)]
-        if now < 102:
+        if now == 105:
             assert "the store there is that of job 'job', and this is job 'other'" in told[0].why
         now += 0.5
     assert len({notice.why for notice in told}) == 1

@@ -320,19 +320,6 @@ def test_without_files_only_the_error_file_is_set(tmp_path: Path, out: Sink, err
     logs.close(DEADLINE)
 
 
-def test_evidence_of_two_runs_without_a_log_dir_is_not_mixed(
-    tmp_path: Path, out: Sink, err: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for past in (0, 3):
-        logs = JobLogs(spec(), tmp_path, out.outlet, err.outlet, print)
-        assert logs.highest_round() == past
-        logs.evidence_dir(past + 3).mkdir(parents=True)
-        logs.close(DEADLINE)
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # anybody may make a directory there
-    assert logs.highest_round() == 0
-
-
 def test_tee_without_a_log_dir(tmp_path: Path, out: Sink, err: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said: list[str] = []

@@ -131,6 +131,7 @@ class RendezvousMember:
         self._rejected = ""
         self._rejected_at = 0.0
         self._waiting_for = ""
+        self._job_of_host: str | None = None  # another one that the host of the store leads; None: not looked up
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` is called when a turn is due early: after a report or a hint, from any thread."""
@@ -427,16 +428,19 @@ class RendezvousMember:
             return None
         silent_s = now - since
         why = f"the agent that hosts the store has not led the job for {silent_s:.0f} s, although its store answers"
-        if other := self._job_of_host():  # it may be about to end, and this job's host about to start
-            why = f"the store there is that of job {other!r}, and this is job {self._keys.job!r}: "
+        is_new = self._follower.round is None
+        if is_new and self._job_of_host is None and silent_s >= self._policy.lease_s:
+            self._job_of_host = self._find_job_of_host()
+        if is_new and self._job_of_host:  # it may be about to end, and this job's host about to start
+            why = f"the store there is that of job {self._job_of_host!r}, and this is job {self._keys.job!r}: "
             why += "the nodes of one job need the same --rdzv-id, and two jobs two ports in --rdzv-endpoint"
             self._report_wait(why, more_nodes=False)
         if silent_s >= self._policy.store_away_s:
             self._notices.append(StoreAbandoned(why, now))
         return max(since + self._policy.store_away_s, now + self._policy.renewal_s)
 
-    def _job_of_host(self) -> str:
-        """The other job that the host of the store leads, or ""."""
+    def _find_job_of_host(self) -> str:
+        """The other job that the host of the store leads, or "". It reads all keys, of all nodes of a large job."""
         ends = [key.removeprefix(ALL_JOBS).split("/") for key in self._store.list(ALL_JOBS)]
         return next((job for job, *rest in ends if job != self._keys.job and rest == ["planner"]), "")
 

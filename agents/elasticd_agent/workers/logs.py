@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -115,13 +116,16 @@ class LogDirectory:
             self.close()
             raise
 
-    def _lock(self) -> None:
+    def _lock(self, tries: int = 5) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip()
             if holder.rpartition(" pid ")[0] == self._holder:
                 return
+            if tries:  # `earlier_run_that_logs` has it for a moment
+                time.sleep(0.02)
+                return self._lock(tries - 1)
             raise UsageError(
                 f"--log-dir {self.path}: {holder or 'another job'} is writing its logs there; give each job its own"
             ) from None
@@ -227,12 +231,8 @@ class JobLogs:
         self._newest = 0
 
     def highest_round(self) -> int:
-        """The highest round with logs or evidence here; a new job's rounds start above it."""
-        with suppress(OSError):  # below $TMPDIR anybody may make a directory
-            base = self._base()
-            if self._directory is not None or os.lstat(base).st_uid == os.geteuid():
-                return highest_round(base)
-        return 0
+        """The highest round with logs here; a new job's rounds start above it."""
+        return 0 if self._directory is None else highest_round(self._directory.path)
 
     def open_worker_files(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
         """Create the files of a worker of round `number`, and follow them."""
@@ -254,13 +254,10 @@ class JobLogs:
 
     def evidence_dir(self, number: int) -> Path:
         """The directory for evidence of a hang in round `number`, created by its writer."""
-        return self._base() / f"round-{number}" / "evidence"
-
-    def _base(self) -> Path:
-        """The directory of the rounds' directories."""
-        if self._directory is not None:
-            return self._directory.path
-        return temporary_directory() / f"elasticd-evidence-{os.getuid()}" / self._spec.job_id
+        if self._directory is None:
+            own = temporary_directory() / f"elasticd-evidence-{os.getuid()}" / self._spec.job_id
+            return own / f"round-{number}" / "evidence"
+        return self._directory.rank_dir(number, 0).with_name("evidence")
 
     def group_ended(self, number: int) -> None:
         """Have the round's files read to their end, and closed then."""
