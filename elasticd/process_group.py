@@ -98,29 +98,30 @@ def join(environment: WorkerEnvironment, timeout: timedelta | None, device: torc
             _groups_made[where] += 1
             number = _groups_made[where]
             if number > 1:
-                arguments.update(_meet_under(f"elasticd/group/{number}", timeout))
+                store, rank, world_size = _meet_under(f"elasticd/group/{number}", timeout)
+                arguments.update(store=store, rank=rank, world_size=world_size)
         dist.init_process_group(**arguments)
     return DefaultGroup(dist.get_rank(), dist.get_world_size(), device, created, number)
 
 
-def _meet_under(prefix: str, timeout: timedelta | None) -> dict[str, Any]:
-    """Arguments of a later group of one process and round: its store has the addresses of the first under torch's keys,
+def _meet_under(prefix: str, timeout: timedelta | None) -> tuple[Any, int, int]:
+    """Store, rank and world size of a later group of one process and round: its store has the addresses of the first under torch's keys,
     and a rank that connects to them waits for one that has gone.
     """
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed import DistNetworkError
+    from torch.distributed.distributed_c10d import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
 
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     while True:
-        store, rank, world_size = next(rendezvous("env://", **options))
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
         if rank == 0:
             store.set(f"{prefix}/serves", "")
         try:
             store.wait([f"{prefix}/serves"])
         except DistNetworkError:  # rank 0 has served the store of the group before, and ends that now
             continue
-        return {"store": PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
+        return PrefixStore(prefix, store), rank, world_size
 
 
 def leave(group: DefaultGroup) -> None:

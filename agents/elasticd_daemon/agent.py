@@ -179,7 +179,7 @@ def _run_agent(
         loop.set_address(address)
         inbox.put(Wakeup())
 
-    find_address(lambda: _advertised_address(settings, rendezvous, serving.address), use, journal.warn)
+    find_address(lambda: advertised_address(settings, rendezvous, serving.address), use, journal.warn)
     return _run_loop(loop, parts, code)
 
 
@@ -357,7 +357,7 @@ def find_address(find: Callable[[], str], use: Callable[[str], None], warn: Call
     threading.Thread(target=retry, name="elasticd-address", daemon=True).start()
 
 
-def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int]) -> str:
+def advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int]) -> str:
     """HOST:PORT of this agent for other nodes; "": they would ask themselves at the loopback address that it has.
 
     Raises StoreUnavailable while no name of the store is known.

@@ -122,7 +122,7 @@ def test_name_server_that_does_not_answer_does_not_keep_an_agent_from_its_start(
 def test_address_that_leads_others_to_themselves_is_not_told(bound: str, local: str, address: str) -> None:
     settings: Any = SimpleNamespace(local_addr=local)
     etcd = Rendezvous(backend="etcd", endpoints=(("10.0.0.1", 2379),))
-    assert agent._advertised_address(settings, etcd, (bound, 9411)) == address
+    assert agent.advertised_address(settings, etcd, (bound, 9411)) == address
 
 
 @pytest.mark.system

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from elasticd.bounded_json import JsonObject
 from elasticd_agent.model.reports import DEFAULT_GROUP_NAME, GroupTail
 
 Deviation = Literal["", "skipped", "other"]
@@ -138,7 +139,7 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
     return Recording(dict(groups), tuple(order), nccl, in_job, _unrecorded_backends(data), gloo)
 
 
-def _entries_of_living_groups(data: Mapping[str, Any], listed: Mapping[str, tuple[bool, bool]]) -> list[dict[str, Any]]:
+def _entries_of_living_groups(data: Mapping[str, Any], listed: Mapping[str, tuple[bool, bool]]) -> list[JsonObject]:
     """The collectives of the last group of each name; none of a group that has been destroyed, or that has issued
     nothing since it was made anew."""
     entries = [entry for entry in data.get("entries", ()) if isinstance(entry, dict)]
