@@ -105,8 +105,8 @@ def join(environment: WorkerEnvironment, timeout: timedelta | None, device: torc
 
 
 def _meet_under(prefix: str, timeout: timedelta | None) -> tuple[Any, int, int]:
-    """Store, rank and world size of a later group of one process and round: its store has the addresses of the first under torch's keys,
-    and a rank that connects to them waits for one that has gone.
+    """Store, rank and world size of a later group of one process and round: its store has the addresses of the first
+    under torch's keys, and a rank that connects to them waits for one that has gone.
     """
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed import DistNetworkError
