@@ -151,6 +151,9 @@ class ElasticdCallback:
         self.session.checkpoint(every, directory, keep)
         if resumed is not None:
             trainer.fit_loop.reset()  # finds out at which point of its epoch it is
+            begun = trainer.fit_loop.epoch_progress.total
+            if begun.completed == begun.ready and hasattr(trainer.fit_loop, "reset_restart_stage"):
+                trainer.fit_loop.reset_restart_stage()  # what begins is the next epoch, and not the rest of one
         self._global_step = trainer.global_step
         backward = getattr(pl_module.backward, "unweighted", pl_module.backward)
 

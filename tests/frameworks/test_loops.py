@@ -76,6 +76,19 @@ def test_killed_ranks_cost_no_sample(framework: Framework, run: Run, tmp_path: P
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], ran.output
 
 
+def test_fault_at_the_end_of_an_epoch_and_one_in_the_next_epoch(run: Run, tmp_path: Path) -> None:
+    """Lightning counts the epoch that begins after the first one, or the second resume would end it too early."""
+    lightning = FRAMEWORKS[2]
+    undisturbed = lightning.job(run, tmp_path / "undisturbed")
+    undisturbed.finish(2)
+    job = lightning.job(run, tmp_path / "killed")
+    job.script = HERE / "scripts" / "lightning_epoch_end.py"
+    ran = job.finish(2)
+    assert [each["step"] for each in job.events("resumed")] == [63, 100], "a fault did not fire"
+    found = lightning.weights(job)
+    assert [k for k, v in lightning.weights(undisturbed).items() if not torch.equal(found[k], v)] == [], ran.output
+
+
 @every_framework
 def test_sigterm_saves_and_stops_all_ranks(framework: Framework, run: Run, tmp_path: Path) -> None:
     """The next run goes on with another number of ranks."""
