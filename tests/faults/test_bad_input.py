@@ -257,7 +257,8 @@ def test_a_wall_clock_that_jumps_changes_nothing(nodes: StartNodes, tmp_path: Pa
 def test_machine_without_a_temporary_directory(job: StartJob, tmp_path: Path) -> None:
     """As a container whose root is read-only, with no more than /dev/shm."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/nowhere']\n"
+        "import tempfile\ndef gettempdir():\n    raise FileNotFoundError(2, 'no usable directory')\n"
+        "tempfile.gettempdir = gettempdir\n"
     )
     env = {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, REPOSITORY, REPOSITORY / "agents")))}
     agent = job("tells.py", COLD, workers="1", env=env)
