@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import tempfile
@@ -15,15 +16,15 @@ from elasticd_agent.cli.main import main
 COMMANDS = [["explain"], ["explain", "--list"], ["checkpoints", "list"], ["dump", "--job", "nobodys", "--out"]]
 
 
-@pytest.fixture
-def shut() -> Iterator[Path]:
-    """A directory that is closed to this process, in one that is open."""
+@contextlib.contextmanager
+def closed_directory() -> Iterator[Path]:
+    """A directory that is closed to this process, in one that is open. What is imported in the block must be loaded
+    before: another user may not be able to read it.
+    """
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o755)
         path = Path(place, "shut")
         path.mkdir(mode=0o000)
-        for command in COMMANDS:
-            main([*command, f"{place}/none"])  # imports what nobody may not be able to read
         if os.geteuid() == 0:
             os.seteuid(pwd.getpwnam("nobody").pw_uid)
         try:
@@ -32,6 +33,14 @@ def shut() -> Iterator[Path]:
             if os.getuid() == 0:
                 os.seteuid(0)
             path.chmod(0o700)
+
+
+@pytest.fixture
+def shut() -> Iterator[Path]:
+    for command in COMMANDS:
+        main([*command, "/nowhere/none"])
+    with closed_directory() as path:
+        yield path
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

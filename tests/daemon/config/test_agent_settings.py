@@ -6,7 +6,6 @@ import json
 import os
 import pwd
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from elasticd_daemon.config.load import config_keys, installed_config, load, mer
 from elasticd_daemon.config.reference import agent_keys, job_keys, template
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
 from elasticd_daemon.state_dir import exclusive_use
+from tests.cli.test_closed_directory import closed_directory
 from tests.daemon.config.wrong_files import cases_of
 from tests.etcd import Authority
 
@@ -431,20 +431,9 @@ def test_the_examples_are_right(here: Path) -> None:
 
 @pytest.fixture
 def shut() -> Iterator[Path]:
-    """A directory that is closed to this process, in one that is open."""
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o755)
-        path = Path(place, "shut")
-        path.mkdir(mode=0o000)
-        main(["config", "check", str(ROOT / "examples" / "agent.toml")])  # imports what nobody may not read
-        if os.geteuid() == 0:
-            os.seteuid(pwd.getpwnam("nobody").pw_uid)
-        try:
-            yield path
-        finally:
-            if os.getuid() == 0:
-                os.seteuid(0)
-            path.chmod(0o700)
+    main(["config", "check", str(ROOT / "examples" / "agent.toml")])
+    with closed_directory() as path:
+        yield path
 
 
 @pytest.mark.parametrize(

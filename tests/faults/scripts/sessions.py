@@ -1,7 +1,11 @@
-"""Several sessions, one after the other, each with its own default process group, model and directory."""
+"""Several sessions, one after the other, each with its own default process group, model and directory.
+
+Writes round, session, step and process for each step. With a third argument each trains by `session.run`.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import faults
@@ -13,23 +17,30 @@ import elasticd
 torch.set_num_threads(1)
 
 
-def main(sessions: int, steps: int) -> None:
-    faults.at(0)
-    for number in range(sessions):
-        with elasticd.init() as session:
-            model = DistributedDataParallel(torch.nn.Linear(4, 1))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            session.attach(model=model, optimizer=optimizer)
-            session.restore(f"checkpoints/{number}")
-            session.checkpoint(every=1, directory=f"checkpoints/{number}")
+def train(number: int, steps: int, runs: bool) -> None:
+    with elasticd.init() as session:
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        session.attach(model=model, optimizer=optimizer)
+        session.checkpoint(every=1, directory=f"checkpoints/{number}")
+
+        def loop() -> None:
+            faults.RANK, faults.ROUND = session.rank, session.round
             while session.steps < steps:
                 faults.at(number * steps + session.steps + 1)
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 session.step()
-                faults.finished(number * steps + session.steps)
+                faults.write(f"trained-{session.rank}", f"{session.round} {number} {session.steps} {os.getpid()}\n")
+
+        if runs:
+            session.run(loop)
+        else:
+            session.restore()
+            loop()
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+faults.at(0)
+for number in range(int(sys.argv[1])):
+    train(number, int(sys.argv[2]), len(sys.argv) > 3)
