@@ -92,7 +92,8 @@ class Saver:
         self._last_at = time.monotonic()
         self._opens = 0
         self.is_later_session = False
-        """An earlier session of this process has another directory, and what the round before has trained may be its.
+        """An earlier session of this process has another directory. The steps that the round before has recorded may be
+        of that session.
         """
         self._given_directory: Path | None = None
         """The directory as this rank's script gives it; rank 0's counts."""

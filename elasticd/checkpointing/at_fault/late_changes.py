@@ -48,7 +48,7 @@ class BetweenSteps:
     """The time of a session between `session.step()` and the beginning of the next step."""
 
     def __init__(self, attached: Mapping[str, Any], donor: Donor, device: torch.device, first_step: int) -> None:
-        """`first_step`: the step from which this run continues: 1 may be saved before the first look at a change."""
+        """`first_step`: the step from which this run continues. Step 1 may be saved before any change can be seen."""
         self._changes, self._donor, self._first_step = LateChanges(attached), donor, first_step
         self._step = self._count = 0
         self._in_a_row = 0
@@ -114,8 +114,8 @@ class BetweenSteps:
 
     @property
     def may_be_refused(self) -> bool:
-        """All steps so far have had a late change. A save now would be resumed after the refusal, by a run that refuses
-        nothing.
+        """All steps so far have had a late change. Were this step saved, the run after the refusal would resume from it
+        and refuse nothing.
         """
         looked = self._count + self._first_step > 0
         return self._first_step <= 1 and looked and self._count == self._in_a_row < STEPS_BEFORE_REFUSAL
