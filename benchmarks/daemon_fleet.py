@@ -43,6 +43,8 @@ SLOTS = 2
 ADOPT_S = 12
 SAMPLES = 600
 DISK_MB = 24
+KEEP_ENDED = "20m"
+"""Records and logs of an ended job. They are judged within minutes, and what has them is full within the first hour."""
 STEPS = (60, 300)
 """A job has so many, of some 20 ms, and starts in a few seconds."""
 LONG_PAUSE_S = 0.25
@@ -143,6 +145,7 @@ class Fleet:
                 local_addr=address,
                 adopt_timeout=f"{ADOPT_S}s",
                 drain_timeout="20s",
+                keep_ended=KEEP_ENDED,
                 http={"bind": address, "port": self._ports[number - 1], "token_file": token},
                 # A full disk must not quarantine a node here, and faults are injected ones.
                 health={"all_reduce": False, "disk_free_min": 0, "strikes": 1_000_000},
