@@ -5,6 +5,7 @@ Every refusal is one sentence with the endpoint and what to do in it, comes at t
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import re
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -103,6 +105,24 @@ def test_certificate_of_the_future_is_awaited(authority: Authority) -> None:
         etcd.certify(authority.server())
         etcd.restart()
         assert works(store)
+
+
+def test_tls_where_the_first_address_of_a_name_is_dead(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    with etcd_servers(tls=authority.server("etcd.test", "127.0.0.1")) as etcd, ExitStack() as ending:
+        dead = ending.enter_context(socket.create_server(("127.0.0.9", etcd.port), backlog=0))
+        for _ in range(3):  # more than its queue holds: the kernel drops what asks for a connection
+            waiting = ending.enter_context(socket.socket())
+            waiting.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                waiting.connect(dead.getsockname())
+        look_up = socket.getaddrinfo
+
+        def look_up_both(host: str, port: int, *more: int, **kinds: int) -> list[Any]:
+            hosts = ("127.0.0.9", "127.0.0.1") if host == "etcd.test" else (host,)
+            return [found for address in hosts for found in look_up(address, port, *more, **kinds)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up_both)
+        check_tls("etcd.test", etcd.port, make_context(authority.client()), 6.0)
 
 
 def test_tls_on_one_side_only(authority: Authority) -> None:

@@ -100,10 +100,11 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
         )
     except (socket.gaierror, DeadlineExceeded):
         raise failed from None
-    for *_, address in resolved:
-        left_s = max(deadline - time.monotonic(), 0.001)
+    for number, (*_, address) in enumerate(resolved):
+        # The first may belong to a machine that is down, or to an IPv6 that leads nowhere.
+        share_s = max((deadline - time.monotonic()) / (len(resolved) - number), 0.001)
         try:
-            connection = socket.create_connection((str(address[0]), port), timeout=left_s)
+            connection = socket.create_connection((str(address[0]), port), timeout=share_s)
         except OSError as error:
             failed = error
         else:
