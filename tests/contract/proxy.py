@@ -6,12 +6,14 @@ import contextlib
 import select
 import socket
 import threading
+import time
 
 
 class Proxy:
     """`lose_answers_to(words)`: once these bytes have gone to the server, nothing comes back until `heal()`."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, connects_in_s: float = 0.0) -> None:
+        self._connects_in_s = connects_in_s
         self._server = ("127.0.0.1", port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._wake, self._woken = socket.socketpair()
@@ -61,6 +63,7 @@ class Proxy:
                             end(client)
                 elif sock is self._listener:
                     client = sock.accept()[0]
+                    time.sleep(self._connects_in_s)
                     server = socket.create_connection(self._server, 5)
                     peers |= {client: server, server: client}
                     clients.add(client)

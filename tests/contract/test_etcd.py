@@ -143,6 +143,15 @@ def test_watch_after_a_broken_stream(etcd: EtcdServers, opened: Open, until: Unt
         proxy.close()
 
 
+def test_connection_that_takes_long(etcd: EtcdServers, opened: Open) -> None:
+    """As of several round trips on a slow link: a connection has half of the time that a call has."""
+    proxy = Proxy(etcd.port, connects_in_s=1.0)
+    try:
+        assert opened([("127.0.0.1", proxy.port)]).read("k") is None
+    finally:
+        proxy.close()
+
+
 def interrupted(store: EtcdStore, meanwhile: Callable[[], object]) -> list[int]:
     """Call `meanwhile` just before a watch begins to follow. Returns the calls."""
     connection, follows = store.connection(), list[int]()

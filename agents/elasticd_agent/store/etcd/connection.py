@@ -67,9 +67,10 @@ _CHANNEL_OPTIONS = (
     # The records of 1000 nodes exceed the default 4 MB.
     ("grpc.max_receive_message_length", -1),
 )
-# The time for making a connection. No request waits for a stream's, and many agents may begin theirs at once.
-_CALL_CHANNEL_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 500))
-_STREAM_CHANNEL_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5000))
+_CONNECT_TIME = "grpc.min_reconnect_backoff_ms"
+"""The time for making a connection, which takes two round trips, and three with TLS."""
+# No request waits for a stream's, and many agents may begin theirs at once.
+_STREAM_CHANNEL_OPTIONS = (*_CHANNEL_OPTIONS, (_CONNECT_TIME, 5000))
 _WRITES = ("Txn", "LeaseGrant")
 """The calls that an etcd without room refuses."""
 # A member without a leader must answer so at once instead of blocking, on streams above all.
@@ -112,6 +113,7 @@ class EtcdConnection:
         Raises StoreRefused for TLS files that cannot be used.
         """
         self.timeout_s = timeout_s
+        self._call_channel_options = (*_CHANNEL_OPTIONS, (_CONNECT_TIME, max(500, int(500 * timeout_s))))
         self.closing = threading.Event()
         self._log = log
         self._user = user
@@ -387,7 +389,7 @@ class EtcdConnection:
         if self.closing.is_set():
             raise StoreUnavailable("the store has been closed")
         if member.channel is None:
-            member.channel = channel = self._open_channel(grpc, member, _CALL_CHANNEL_OPTIONS)
+            member.channel = channel = self._open_channel(grpc, member, self._call_channel_options)
             keys, leases = rpc.KVStub(channel), rpc.LeaseStub(channel)
             member.methods = {
                 "Range": keys.Range,
