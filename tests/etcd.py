@@ -124,12 +124,22 @@ class EtcdServers:
     def cont(self, index: int = 0) -> None:
         self._process(index).send_signal(signal.SIGCONT)
 
-    def restart(self, index: int = 0, *, empty: bool = False, wait: bool = True) -> None:
-        """Start it again, on the same ports; kill it first if it runs. `empty`: it has forgotten everything."""
+    def back_up(self) -> None:
+        """Keep what the only member has now; it is restarted for this."""
+        self.kill()
+        shutil.copytree(self.data(), self._folder / "backup")
+        self.restart()
+
+    def restart(self, index: int = 0, *, empty: bool = False, restored: bool = False, wait: bool = True) -> None:
+        """Start it again, on the same ports; kill it first if it runs. `empty`: it has forgotten everything.
+        `restored`: everything since `back_up`.
+        """
         if self._processes[index] is not None:
             self.kill(index)
-        if empty:
+        if empty or restored:
             shutil.rmtree(self.data(index), ignore_errors=True)
+        if restored:
+            shutil.copytree(self._folder / "backup", self.data(index))
         self._spawn(index)
         if wait:
             self._wait_until_healthy(index)

@@ -422,6 +422,25 @@ def test_etcd_that_lost_its_data(etcd: EtcdServers, opened: Open, until: Until) 
     until(lambda: heard == ["job/round"], SOON_S)
 
 
+def test_list_of_an_etcd_restored_from_a_backup(etcd: EtcdServers, opened: Open, until: Until) -> None:
+    """Also once its revisions have come as far as before."""
+    store = opened(etcd.endpoints)
+    heard: list[str] = []
+    put(store, "job/a", b"older")
+    etcd.back_up()
+    until(lambda: answers(store), SOON_S)
+    store.watch("job/", heard.append)
+    put(store, "job/a", b"newer")
+    known = store.list("job/")
+    heard.clear()
+    etcd.restart(restored=True)
+    until(lambda: answers(store), SOON_S)
+    for value in range(9):
+        put(store, "other", str(value).encode())
+    until(lambda: "job/" in heard, SOON_S)
+    assert [item.value for item in store.list("job/", known).values()] == [b"older"]
+
+
 def test_granted_time_of_a_lease(opened: Open) -> None:
     # etcd grants no less than 1.5 election timeouts.
     with etcd_servers(flags=["--heartbeat-interval", "200", "--election-timeout", "2000"]) as slow:

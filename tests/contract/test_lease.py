@@ -11,6 +11,7 @@ from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.lease import LeasedKey
 from elasticd_agent.store.memory import MemoryStore
 from tests.contract.conftest import Backend
+from tests.contract.reading import version
 from tests.daemon.stores import Clock, InterruptedStore
 
 Until = Callable[[Callable[[], object], float], object]
@@ -86,6 +87,18 @@ def test_check_after_the_key_was_deleted(store: Store) -> None:
     key.withdraw_if_lost()
     assert key.lease is None
     assert value(store, "leader") is None
+
+
+def test_older_value_is_replaced_after_a_check(backend: Backend) -> None:
+    """As in a store that was restored from a backup."""
+    key = leased(backend.store)
+    assert key.create(b"own 1", 0.0)
+    assert key.replace(b"own 2")
+    assert backend.other.compare_and_swap(KEY, version(backend.other, KEY), b"own 1")
+    key.withdraw_if_lost()
+    assert key.lease is not None
+    assert key.replace(b"own 2")
+    assert value(backend.store) == b"own 2"
 
 
 def test_replace_after_the_key_was_deleted(store: Store) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from elasticd_agent.model.keys import Keys
 from tests.etcd import EtcdServers
-from tests.faults.job import REPOSITORY, Job
+from tests.faults.job import REPOSITORY, Job, until
 
 COLD = "${local_rank}"
 
@@ -53,6 +53,10 @@ class Nodes:
         """True if that node's record says this."""
         found = self.etcd.ctl("get", Keys(self.job).node(node), "--print-value-only").strip()
         return bool(found) and having.items() <= json.loads(found).items()
+
+    def wait_for_start(self, nodes: str, round: int) -> None:
+        """Until the records of these nodes say that their groups of this round have started."""
+        until(lambda: all(self.registered(node, ready_round=round) for node in nodes), f"starts in round {round}")
 
     def enough(self) -> list[int]:
         """Let the workers end; every agent's exit code."""

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.etcd import etcd_servers
 from tests.faults.job import Job, until
-from tests.faults.nodes import Nodes
+from tests.faults.nodes import Nodes, StartJob
 
 StartNodes = Callable[[str], Nodes]
 
@@ -69,6 +70,23 @@ def test_joiner_whose_preload_takes_long_is_not_waited_for(nodes: StartNodes, tm
     trains.kill(0, 2)
     assert trains.event("round_published", round=3)["nodes"] == ["a", "b"]
     trains.event("first_step", round=3)
+
+
+@pytest.mark.system
+def test_store_restored_from_a_backup_costs_no_round(job: StartJob) -> None:
+    """The nodes' records of the first round are in it; they write those of the second one again."""
+    with etcd_servers() as etcd:
+        both = Nodes(job, etcd, "2")
+        agents = {name: both.agent(name, "tells.py") for name in "ab"}
+        both.wait_for_start("ab", 1)
+        etcd.back_up()
+        first = agents[agents["a"].event("round_published")["nodes"][0]]
+        first.kill(0, 1)
+        both.wait_for_start("ab", 2)
+        etcd.restart(restored=True)
+        both.wait_for_start("ab", 2)
+        first.kill(0, 2)
+        assert first.event("round_published", round=3)["reason"].startswith("rank 0 was killed")
 
 
 def test_all_are_interrupted_and_the_job_ends_as_by_that_signal(nodes: StartNodes) -> None:

@@ -255,7 +255,7 @@ class RendezvousMember:
             return now + REREAD_S
         if not self._agreement.try_to_agree(now):
             return now + JOIN_RETRY_S
-        if not self._register(now, check=reread and not self.leads):
+        if not self._register(now, check=reread):
             self._report_wait(self._registration.waits_for, more_nodes=False)
             return now + JOIN_RETRY_S
         self._send_reports(now)
@@ -297,6 +297,7 @@ class RendezvousMember:
         self._observations.store_unavailable()
         self._follower.invalidate_all()
         self._registration.key.renew_at = now
+        self._reread_at = float("-inf")  # it may come back without this node's record, or with an older one
         away_s = now - self._unavailable_since
         if not self._agreement.agreed:  # it may start later than its clients
             if away_s >= self._policy.join_timeout_s:
@@ -324,7 +325,7 @@ class RendezvousMember:
         lease = self._registration.lease
         try:
             if check or self._observations.take_own_record_missing():
-                self._registration.key.withdraw_if_lost()
+                self._registration.check()
             return self._registration.turn(now)
         finally:
             if self._registration.lease is not lease:

@@ -134,11 +134,14 @@ def _loss_by_delay(
     node, number = member.node, current.number
     if record.seen_round < number:
         why = f"{node} has not seen round {number} within {policy.seen_timeout_s:g} s"
-        return "" if probe == "answered" else why, view.round_seen_at + policy.seen_timeout_s
+        # A store that was restored from a backup has older records, until their nodes write them again.
+        seen_by = max(view.round_seen_at + policy.seen_timeout_s, view.store_up_since + REREGISTRATION_S)
+        return "" if probe == "answered" else why, seen_by
     if silent_since is not None:
         return f"{node} is unreachable and no worker has made a step since", silent_since + policy.lease_s
     if record.ready_round < number and set(member.slots) <= set(record.slots):
-        return f"{node} has not started round {number} within {START_LIMIT_S:g} s", view.round_seen_at + START_LIMIT_S
+        started_by = max(view.round_seen_at + START_LIMIT_S, view.store_up_since + REREGISTRATION_S)
+        return f"{node} has not started round {number} within {START_LIMIT_S:g} s", started_by
     return _NOT_LOST
 
 

@@ -117,6 +117,11 @@ class NodeRegistration:
             self._sent = record
         return True
 
+    def check(self) -> None:
+        """Read the record: if the store has lost it, `turn` registers the node again; `send` replaces an older one."""
+        self.key.withdraw_if_lost()
+        self._sent = None
+
     def _may_replace(self, value: bytes) -> bool:
         """True if the record under our name may go: of this agent before it was killed, or of one that is gone."""
         other = decode_record(NodeRecord, self.key.key, value)

@@ -240,7 +240,8 @@ class LivenessProber:
     def trouble(self, view: View, round: Round, now: float) -> Trouble | None:
         others = self._other_incarnations(round)
         late = now >= view.round_seen_at + self._policy.seen_timeout_s
-        unseen_by = (n for n in others if (r := view.record(n)) is not None and r.seen_round < round.number)
+        nodes = (member.node for member in round.members)  # this one, too: its record may be of a restored backup
+        unseen_by = (n for n in nodes if (r := view.record(n)) is not None and r.seen_round < round.number)
         trouble = Trouble(
             round.number,
             failed=tuple(f.node for f in view.failures),

@@ -95,9 +95,15 @@ class LeasedKey:
         return False
 
     def read_version(self) -> int | None:
-        """The version of the key in the store; None: it is not there, or it is another process's."""
+        """The version of the key in the store; None: it is not there, or it is another process's.
+
+        `replace` writes the value again if another one is there, as in a store that was restored from a backup.
+        """
         stored = self._store.read(self.key)
-        self._version = stored.version if stored is not None and self.is_own(stored.value) else None
+        if stored is None or not self.is_own(stored.value):
+            self._version = None
+        else:
+            self._version, self._written = stored.version, stored.value
         return self._version
 
     def withdraw_if_lost(self) -> None:

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from elasticd_agent.store.etcd.watch import EtcdWatches
 
 
+class _Listed(dict[str, Versioned]):
+    """The keys below a prefix, read as a whole when this many streams of watches had ended."""
+
+    ended_streams = 0
+
+
 class EtcdStore:
     """Thread-safe. `endpoints` are (host, port) of the members of one cluster; one that answers is used.
 
@@ -57,16 +63,25 @@ class EtcdStore:
         return Versioned(answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
 
     def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
+        ended_streams = self._watches.ended_streams if self._watches is not None else 0
+        # No etcd is restored from a backup, where values are older ones, while a stream lasts.
+        if not isinstance(known, _Listed) or known.ended_streams != ended_streams:
+            known = None
         newest = max((item.version for item in known.values()), default=0) if known else 0
         answer = self.connection().range(prefix, min_mod_revision=newest + 1)
-        changed = {to_text(item.key): Versioned(item.value, item.mod_revision) for item in answer.kvs}
+        listed = _Listed({to_text(item.key): Versioned(item.value, item.mod_revision) for item in answer.kvs})
+        listed.ended_streams = ended_streams
         if not known:
-            return changed
+            return listed
         # `count` is of all keys, and the union contains them all: if it is of that size, it contains no other one.
-        # An etcd that was restored from a backup counts revisions from an earlier one.
-        if answer.header.revision < newest or answer.count != len(known.keys() | changed.keys()):
+        # A store without watches may have been restored, and then counts revisions from an earlier one.
+        if answer.header.revision < newest or answer.count != len(known.keys() | listed.keys()):
             return self.list(prefix)
-        return dict(sorted((known | changed).items())) if changed else known
+        if not listed:
+            return known
+        merged = _Listed(sorted((known | listed).items()))
+        merged.ended_streams = ended_streams
+        return merged
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None

@@ -96,6 +96,7 @@ class EtcdWatches:
         self._unconfirmed: deque[EtcdWatch] = deque()  # etcd confirms them in the order of their requests
         self._by_id: dict[int, EtcdWatch] = {}
         self._refused_watch: EtcdWatch | None = None
+        self.ended_streams = 0
         self._closing = threading.Event()
 
     def begin(self, prefix: str, callback: Callable[[str], None]) -> EtcdWatch:
@@ -215,6 +216,7 @@ class EtcdWatches:
         finally:
             with self._lock:
                 self._stream = None
+                self.ended_streams += 1
             stream.cancel()
         if not confirmed:
             raise StoreUnavailable("etcd ended the watches at once")
