@@ -364,11 +364,13 @@ def advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to:
     """
     (host, port), endpoints = bound_to, rendezvous.endpoints
 
-    def reachable() -> str:
-        return settings.local_addr or (local_address(endpoints, None) if endpoints else "127.0.0.1")
+    def reachable(*, leave_loopback: bool = False) -> str:
+        if settings.local_addr or not endpoints:
+            return settings.local_addr or "127.0.0.1"
+        return local_address(endpoints, leave_loopback=leave_loopback)
 
     if host in ("0.0.0.0", "::"):
-        host = reachable()
+        host = reachable(leave_loopback=True)
     elif endpoints and host.startswith(_LOOPBACK):
         with contextlib.suppress(UsageError):  # no other machine is known
             if not reachable().startswith(_LOOPBACK):

@@ -42,7 +42,7 @@ def test_name_that_becomes_known_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(join, "RESOLVE_RETRY_S", 0.01)
     answers = iter([StoreUnavailable("the name is not known")] * 3)
 
-    def resolve(endpoints: object, given: object) -> str:
+    def resolve(endpoints: object, given: object, *, leave_loopback: bool) -> str:
         for answer in answers:
             raise answer
         return "127.0.0.1"
@@ -57,7 +57,7 @@ def test_name_that_becomes_known_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
 def test_wait_for_a_name_is_repeated_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     now, lines = [100.0], list[str]()
 
-    def resolve(endpoints: object, given: object) -> str:
+    def resolve(endpoints: object, given: object, *, leave_loopback: bool) -> str:
         raise StoreUnavailable("the name is not known")
 
     def sleep(seconds: float) -> None:

@@ -24,9 +24,9 @@ from elasticd_agent.system.network.addresses import is_local, local_address
 def answer(what):
     if isinstance(what, str):
         return is_local(what)
-    towards, given = what
+    towards, given, *more = what
     try:
-        return local_address([(host, 2379) for host in towards], given)
+        return local_address([(host, 2379) for host in towards], given, leave_loopback=bool(more))
     except (StoreUnavailable, UsageError) as error:
         return str(error)
 
@@ -43,7 +43,9 @@ sys.stdin.read()
 
 
 def ask(host: Host, *questions: object) -> list[object]:
-    """What `is_local` says of each name there, and `local_address` of each (endpoints, given)."""
+    """What `is_local` says of each name there, and `local_address` of each (endpoints, given), or with a third item of
+    each that is to leave loopback.
+    """
     answers = json.loads(host.run([sys.executable, "-c", ASK, json.dumps(questions)], PATH))
     assert isinstance(answers, list)
     return answers
@@ -84,16 +86,23 @@ def test_name_that_resolves_to_loopback_locally(network: StartNetwork, tmp_path:
 
     assert ask(a, "node0", "node0.cluster", "NODE0.Cluster.", "other") == [True] * 4
     assert ask(a, "both", "node1") == [False, False]
-    lost, other, named, local = ask(
-        a, (["node0"], None), (["node0", "node1"], None), (["node1"], "node0"), (["localhost"], None)
+    lost, other, named, local, alone = ask(
+        a,
+        (["node0"], None),
+        (["node0", "node1"], None),
+        (["node1"], "node0"),
+        (["localhost"], None),
+        (["localhost"], None, "leaves it"),
     )
     assert "node0:2379 is on loopback as this machine resolves it" in str(lost)
     assert "name it with --local-addr" in str(lost)
     assert other == named == a.address
-    assert local == "127.0.0.1"
+    assert local == alone == "127.0.0.1"
 
     a.run(["ip", "route", "add", "default", "via", b.address])
     assert ask(a, (["node0"], None), (["node0"], "node0")) == [a.address, a.address]
+    assert ask(a, (["127.0.0.1"], None), (["127.0.0.1"], None, "leaves it")) == ["127.0.0.1", a.address]
+    assert ask(a, (["127.0.0.1"], "127.0.0.1", "leaves it")) == ["127.0.0.1"]
 
 
 def test_link_local_address_has_its_interface(network: StartNetwork) -> None:

@@ -137,7 +137,7 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     Flag(
         "--local-addr ADDR",
         "The address of this machine for other nodes, a name or a literal; else that of the interface that reaches the "
-        "store. Without effect on one node.",
+        "store, or of the default route where etcd is on loopback. Without effect on one node.",
     ),
     Flag(
         "--logs-specs NAME",

@@ -240,7 +240,9 @@ def workers_address(spec: JobSpec) -> str:
     """MASTER_ADDR when rank 0 is here: with several nodes, a literal address that they reach."""
     if spec.rendezvous.backend == "memory":
         return spec.master_addr
-    return local_address(spec.rendezvous.endpoints, spec.rendezvous.local_addr)
+    where = spec.rendezvous
+    several = where.backend == "etcd" and where.max_nodes > 1
+    return local_address(where.endpoints, where.local_addr, leave_loopback=several)
 
 
 def store_listening_address(spec: JobSpec) -> str:

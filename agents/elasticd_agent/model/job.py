@@ -77,7 +77,7 @@ class Rendezvous:
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     is_host: bool | None = None  #: None: c10d's host is the agent whose machine has the endpoint's address
-    local_addr: str | None = None  #: None: the address of the interface that reaches the store
+    local_addr: str | None = None  #: None: the address that `local_address` finds
     node: str | None = None  #: None: the machine's host name
     node_rank: int | None = None  #: its place among the nodes while all are there; None: they are in order of arrival
     min_nodes: int = 1

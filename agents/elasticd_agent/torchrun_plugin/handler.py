@@ -54,7 +54,8 @@ def make_etcd_handler(conf: PluginOptions) -> TorchrunHandler:
         timeout_s=conf.policy.store_timeout_s,
         log=_log.info,  # the participant reports outages
     )
-    return make_handler(conf, store, lambda: local_address(where.endpoints, where.local_addr))
+    several = where.max_nodes > 1
+    return make_handler(conf, store, lambda: local_address(where.endpoints, where.local_addr, leave_loopback=several))
 
 
 def make_handler(conf: PluginOptions, store: Store, address: Callable[[], str]) -> TorchrunHandler:

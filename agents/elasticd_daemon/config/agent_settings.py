@@ -232,7 +232,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     local_addr: Annotated[
         str | None,
-        "The address of this machine for other nodes. Not given: that of the interface that reaches the store.",
+        "The address of this machine for other nodes. Not given: that of the interface that reaches the store, or "
+        "of the default route where that is loopback.",
         '"10.0.0.17"',
     ] = None
     state_dir: Annotated[

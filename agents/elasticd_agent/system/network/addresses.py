@@ -31,14 +31,21 @@ _IPV6_PREFER_SRC_PUBLIC = 0x0002
 _HOST_NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")  # RFC 1035's limits
 
 
-def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None) -> str:
+def local_address(
+    endpoints: Sequence[tuple[str, int]], given: str | None = None, *, leave_loopback: bool = False
+) -> str:
     """A literal address of this machine that is reachable from the hosts of `endpoints`.
 
     It is `given` (a name or an address of this machine) if there is one, otherwise the source address of the first
-    route to an endpoint. Loopback only when all endpoints are on loopback. Raises StoreUnavailable while no endpoint's
-    name is known or no route leads to it, UsageError for what cannot become right by itself.
+    route to an endpoint. Loopback only when all endpoints are on loopback; with `leave_loopback` that of the default
+    route then, if there is one: each of several machines may have a member, a proxy or a tunnel of etcd there. Raises
+    StoreUnavailable while no endpoint's name is known or no route leads to it, UsageError for what cannot become right
+    by itself.
     """
-    return str(_address_reaching(endpoints) if given is None else _check_given_address(given, endpoints))
+    if given is not None:
+        return str(_check_given_address(given, endpoints))
+    reaching = _address_reaching(endpoints)
+    return str((leave_loopback and reaching.is_loopback and _default_route_address()) or reaching)
 
 
 def is_local(host: str) -> bool:
@@ -105,10 +112,8 @@ def _address_reaching(towards: Sequence[tuple[str, int]]) -> Ip:
                 elsewhere = elsewhere or not _is_loopback_everywhere(host)
     named = ", ".join(format_endpoint(*endpoint) for endpoint in towards) or "anything"
     if elsewhere:
-        for ip in map(ipaddress.ip_address, _DEFAULT_ROUTE_TARGETS):
-            source = _source_address(ip)
-            if source is not None and not source.is_loopback:
-                return source
+        if (source := _default_route_address()) is not None:
+            return source
         raise UsageError(
             f"{named} is on loopback as this machine resolves it, and there is no default route that shows its "
             "address for others; name it with --local-addr"
@@ -123,6 +128,11 @@ def _address_reaching(towards: Sequence[tuple[str, int]]) -> Ip:
             "or name an address with --local-addr"
         )
     return loopback
+
+
+def _default_route_address() -> Ip | None:
+    sources = map(_source_address, map(ipaddress.ip_address, _DEFAULT_ROUTE_TARGETS))
+    return next((source for source in sources if source is not None and not source.is_loopback), None)
 
 
 def _check_given_address(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
