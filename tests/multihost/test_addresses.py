@@ -33,6 +33,16 @@ def answer(what):
 print(json.dumps([answer(what) for what in json.loads(sys.argv[1])]))
 """
 
+READ = """
+import os
+from elasticd_agent.store.etcd.store import EtcdStore
+from tests.etcd import etcd_servers
+with etcd_servers() as etcd:
+    store = EtcdStore([("etcd.test", etcd.port)], timeout_s=20.0)
+    print(store.read("k"), "GRPC_DNS_RESOLVER" not in os.environ)
+    store.close()
+"""
+
 AGENT = """
 import sys
 from elasticd_agent.rendezvous.probe import ProbeServer
@@ -103,6 +113,14 @@ def test_name_that_resolves_to_loopback_locally(network: StartNetwork, tmp_path:
     assert ask(a, (["node0"], None), (["node0"], "node0")) == [a.address, a.address]
     assert ask(a, (["127.0.0.1"], None), (["127.0.0.1"], None, "leaves it")) == ["127.0.0.1", a.address]
     assert ask(a, (["127.0.0.1"], "127.0.0.1", "leaves it")) == ["127.0.0.1"]
+
+
+def test_etcd_by_a_name_with_two_addresses_in_the_host_table(network: StartNetwork, tmp_path: Path) -> None:
+    a, _ = network(hosts=2).hosts
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.0.9 etcd.test\n127.0.0.1 etcd.test\n")
+    a.run(["umount", "/etc/hosts"])
+    a.run(["mount", "--bind", tmp_path / "hosts", "/etc/hosts"])
+    assert a.run([sys.executable, "-c", READ], PATH) == "None True\n"
 
 
 def test_link_local_address_has_its_interface(network: StartNetwork) -> None:

@@ -8,9 +8,11 @@ because a job on one node does not need them. Only the agent process may use it:
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -173,10 +175,28 @@ class EtcdStore:
             if self._closed:
                 raise StoreUnavailable("the store has been closed")
             if self._connection is None:
-                from elasticd_agent.store.etcd.connection import EtcdConnection
+                with _names_looked_up_by_libc():
+                    from elasticd_agent.store.etcd.connection import EtcdConnection
 
                 self._connection = EtcdConnection(*self._options)
             return self._connection
+
+
+@contextlib.contextmanager
+def _names_looked_up_by_libc() -> Iterator[None]:
+    """Names mean to gRPC, which is imported meanwhile, what they mean to this machine.
+
+    gRPC's own resolver knows no nsswitch.conf, and no second address of a name in /etc/hosts. It reads the variable at
+    its import; workers, which may use gRPC as well, must not inherit it.
+    """
+    variable = "GRPC_DNS_RESOLVER"
+    given = os.environ.get(variable)
+    os.environ.setdefault(variable, "native")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[variable]
 
 
 @dataclass(eq=False, frozen=True, slots=True)
