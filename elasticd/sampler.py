@@ -52,6 +52,13 @@ class _Loader(NamedTuple):
 
     unordered: bool = False  #: the batches arrive in another order than the sampler's
     wrapped: bool = False  #: another batch sampler is between them
+    iteration: weakref.ref[Any] | None = None
+    """That of the other batch sampler, which the DataLoader has begun."""
+
+    def continues(self, before: _Loader) -> bool:
+        """The DataLoader is in the same iteration as `before`."""
+        iteration = None if self.iteration is None else self.iteration()
+        return iteration is not None and before.iteration is not None and before.iteration() is iteration
 
 
 @dataclass(slots=True)
@@ -338,6 +345,7 @@ class ElasticBatchSampler:
             self._refuse_uncommitted_steps(
                 self._consumption.has_left_steps_uncommitted(self._global_batch, self._world_size)
             )
+            self._refuse_endless_loader(_calling_loader(self))
             self._place_cursor(epoch, 0)
 
     @property
@@ -417,7 +425,9 @@ class ElasticBatchSampler:
         self._refuse_uncommitted_steps(
             self._consumption.has_left_steps_uncommitted(self._global_batch, self._world_size)
         )
-        self._consumption = _Consumption(_calling_loader(self), steps_at_start=len(self._remaining_step_starts()))
+        loader = _calling_loader(self)
+        self._refuse_endless_loader(loader)
+        self._consumption = _Consumption(loader, steps_at_start=len(self._remaining_step_starts()))
         if self.on_next is not None:
             self.on_next(True)
         self._usage.begun_iterations += 1
@@ -483,6 +493,20 @@ class ElasticBatchSampler:
             "ElasticBatchSampler(accumulate=...)"
         )
 
+    def _refuse_endless_loader(self, loader: _Loader) -> None:
+        """SamplerError for a DataLoader that fetches ahead of `commit()` beyond the end of an epoch: the cursor cannot
+        follow it.
+        """
+        before = self._consumption
+        if not (before.exhausted and before.commits and self._offset < self._size and loader.continues(before.loader)):
+            return
+        raise SamplerError(
+            f"the cursor is at {self._cursor_text()}, and this DataLoader has fetched the rest of the epoch and goes "
+            "on: its batch sampler has no end, such as that of an InfiniteDataLoader or a MultiEpochsDataLoader. "
+            "Iterate over DataLoader(dataset, batch_sampler=sampler) once in each epoch; persistent_workers=True "
+            "keeps its workers"
+        )
+
     def _refuse_stale(self, step: _Slice, generation: int, epoch: int) -> None:
         if generation != self._generation or step.start < self._offset:
             raise SamplerError(
@@ -545,7 +569,10 @@ def _calling_loader(sampler: object) -> _Loader:
             # While the iterator is being made only the DataLoader has the option.
             in_order = getattr(names.get("loader"), "in_order", getattr(iterator, "_in_order", True))
             unordered = not in_order and getattr(iterator, "_num_workers", 0) > 1
-            return _Loader(unordered, getattr(iterator, "_index_sampler", sampler) is not sampler)
+            wrapped = getattr(iterator, "_index_sampler", sampler) is not sampler
+            with contextlib.suppress(AttributeError, TypeError):  # not begun, or of a class without weak references
+                return _Loader(unordered, wrapped, weakref.ref(iterator._sampler_iter))
+            return _Loader(unordered, wrapped)
         if frame.f_back is None:
             break
         frame = frame.f_back

@@ -489,6 +489,48 @@ def test_epoch_that_is_left_early_may_be_followed(
     assert sampler.offset == min(8 * limit, n)
 
 
+class Repeated(Unchanged):
+    """The batch sampler of an InfiniteDataLoader."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.sampler
+
+
+class RepeatedInNextEpoch(Unchanged):
+    """One that goes on by itself."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.sampler
+            self.sampler.set_epoch(self.sampler.epoch + 1)
+
+
+@pytest.mark.parametrize("wrapper", [Repeated, RepeatedInNextEpoch])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_without_an_end_may_not_fetch_ahead(workers: int, wrapper: type[Unchanged]) -> None:
+    """With worker processes its next epoch would begin with the rest of this one."""
+    sampler = shared(64)
+    loader = DataLoader(range(64), batch_sampler=wrapper(sampler), num_workers=workers)  # type: ignore[arg-type, var-annotated]
+    fetched = iter(loader)
+    used: list[int] = []
+
+    def train() -> None:
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for _ in range(sampler.steps_per_epoch):
+                used.extend(next(fetched).tolist())
+                sampler.commit()
+
+    if workers:
+        with pytest.raises(SamplerError, match=r"epoch 0, sample 32 of 64, .* its batch sampler has no end"):
+            train()
+        assert len(used) == len({*used}) == 16
+    else:
+        train()
+        assert len(used) == 64
+
+
 @pytest.mark.parametrize("wrapper", [None, Unchanged])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_commit_of_unordered_batches_raises(workers: int, wrapper: type[SecondDivision] | None) -> None:
