@@ -71,6 +71,8 @@ def test_objects_without_a_state_are_refused() -> None:
         training_state.as_attachable("x", half)
     with pytest.raises(UsageError, match=r"object has no state_dict\(\) and no load_state_dict\(\)\."):
         training_state.as_attachable("x", object())
+    with pytest.raises(UsageError, match=r"attach\(x=...\): Kept is a class: attach the object that"):
+        training_state.as_attachable("x", Kept)
     with pytest.raises(UsageError, match=r"attach\(elasticd=...\): that name is elasticd's own part"):
         training_state.as_attachable("elasticd", Kept())
     kept = Kept()

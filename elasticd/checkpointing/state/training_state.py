@@ -19,6 +19,7 @@ import contextlib
 import copy
 import ctypes
 import gc
+import inspect
 import io
 import random
 import sys
@@ -80,6 +81,8 @@ def as_attachable(name: str, obj: Any) -> Any:
         return GeneratorState(obj)
     if name == RESERVED_NAME:
         raise UsageError(f"attach({name}=...): that name is elasticd's own part of a checkpoint; choose another")
+    if isinstance(obj, type) and not inspect.ismethod(getattr(obj, "state_dict", None)):
+        raise UsageError(f"attach({name}=...): {obj.__name__} is a class: attach the object that the script uses")
     foreign = next(
         (kind.__module__ for kind in type(obj).__mro__ if kind.__module__.startswith(_FOREIGN_SHARDING_MODULES)), ""
     )
