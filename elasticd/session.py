@@ -63,6 +63,8 @@ MAX_DEFERRED_STEPS = 256
 """Steps for which a save, a pause or a stop waits for an optimizer's step: gradients may also be old ones."""
 _PAUSE_WITHOUT_SAVE_REASON = "the agent requested a pause, and all processes stay"
 """The reason of a pause without a checkpoint."""
+_CLOSED_INSIDE = "what session.run() calls has closed the session: close it after session.run()"
+"""The reason why a process does not stay."""
 _SCALER_MARK = "_per_optimizer_states"
 """An attribute of a GradScaler."""
 _NEW, _STAYS = b"new", b"stays"
@@ -572,6 +574,8 @@ class Session:
 
         Raises UsageError for a call inside `train`, and before DistributedDataParallel; what `train` raises.
         """
+        if not callable(train):
+            raise UsageError(f"run({train!r}): give the function itself, session.run(train), not session.run(train())")
         if self._is_running:
             raise UsageError("run() inside what session.run() calls: call it once, with the whole training")
         if self._closed:
@@ -664,7 +668,7 @@ class Session:
 
     def _leave_round(self, why: str) -> None:
         """Give up all that belongs to the round, without waiting for the others: they do the same, or are gone."""
-        why = why or self._modules.reason_against()
+        why = why or (_CLOSED_INSIDE if self._closed else self._modules.reason_against())
         if self._donor is not None and not why and self._donor.leave_round() is not None:
             self._holder = self._donor
         if not why and self._holder is None and not (self._restored or restore.may_have_state(self._context)):

@@ -413,6 +413,18 @@ def test_process_whose_device_has_failed_does_not_stay(make_owner: Callable[[str
     assert members[1].code == 1
 
 
+def test_process_whose_session_train_has_closed_does_not_stay(make_owner: Callable[[str], Owner]) -> None:
+    """It has no hooks any more, so that nothing would be saved at the next fault."""
+    owner = make_owner("stays")
+    members = owner.start([None] * 2, {"closes": True, "faults": {1: [5, 1, "backward"]}})
+    enter(members)
+    wait_for(lambda: members[1].code is not None, "the fault")
+    members[0].send({"type": "Unwind", "why": "rank 1 was killed"})
+    wait_for(lambda: members[0].code is not None, "the end of rank 0")
+    assert members[0].code == -signal.SIGKILL
+    assert "cannot stay: what session.run() calls has closed the session" in members[0].errors()
+
+
 def test_rank_leaves_a_pause(make_owner: Callable[[str], Owner]) -> None:
     owner = make_owner("stays")
     options = {"pace": 0.02}

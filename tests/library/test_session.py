@@ -205,6 +205,7 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "what is the same at each start, such as settings, needs no checkpoint" in said["attach settings"]
     assert "elasticd's own" in said["attach the reserved name"]
     assert "that name is taken" in said["attach twice"]
+    assert "run(None): give the function itself" in said["run of a result"]
     assert "'warmup'" in said["unknown phase"]
     for every in ("0", "-3", "True", "'soon'", "'0s'", "1.5"):
         assert f"every={every}" in said[f"every {every}"]

@@ -43,6 +43,7 @@ attempt("attach twice", lambda: session.attach(model=model))
 attempt("checkpoint without a directory", lambda: session.checkpoint(every=10))
 attempt("restore without a directory", session.restore)
 attempt("save without a directory", session.save)
+attempt("run of a result", lambda: session.run(None))  # type: ignore[arg-type]
 attempt("unknown phase", lambda: phase(session, "warmup"))
 impossible: list[Any] = [0, -1, float("nan"), float("inf"), True, "30s", timedelta(0)]
 for timeout in impossible:

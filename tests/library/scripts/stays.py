@@ -200,7 +200,14 @@ def train() -> str:
     return digest(net.state_dict().values())
 
 
-result = session.run(train)
+def train_and_close() -> str:
+    try:
+        return train()
+    finally:
+        session.close()
+
+
+result = session.run(train_and_close if options.get("closes") else train)
 say(compiled=counters["frames"]["ok"])
 say(result=result, parameters=digest(net.parameters()), entries=entries, steps=session.steps, passes=passes)
 session.close()
