@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.state import training_state
-from elasticd.sampler import ElasticBatchSampler, usage_of
+from elasticd.sampler import ElasticBatchSampler, samplers_of, usage_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,8 @@ class AttachedSamplers:
         """The random state before the seed of a second sampler, whose iteration begins in a step."""
 
     def all(self) -> list[ElasticBatchSampler]:
-        return [obj for obj in self._attached.values() if isinstance(obj, ElasticBatchSampler)]
+        every = (sampler for obj in self._attached.values() for sampler in samplers_of(obj))
+        return list(dict.fromkeys(every))
 
     def find_used(self) -> list[str]:
         """The names of those that have committed a step in this process."""

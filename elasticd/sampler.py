@@ -98,6 +98,18 @@ def has_sampler_with_given_rank() -> bool:
     return any(not sampler._follows_group and sampler._world_size > 1 for sampler in _SAMPLERS)
 
 
+def samplers_of(attached: object) -> list[ElasticBatchSampler]:
+    """The attached sampler itself, or those of an object whose `commit()` commits the one in use."""
+    if isinstance(attached, ElasticBatchSampler):
+        return [attached]
+    if not callable(getattr(attached, "commit", None)):
+        return []
+    held = [*getattr(attached, "__dict__", {}).values()]
+    held += [each for value in held if isinstance(value, dict) for each in value.values()]
+    held += [each for value in held if isinstance(value, (list, tuple)) for each in value]
+    return [each for each in held if isinstance(each, ElasticBatchSampler)]
+
+
 def usage_of(sampler: ElasticBatchSampler) -> SamplerUsage:
     return sampler._usage
 

@@ -48,7 +48,7 @@ from elasticd.heartbeat.scalars import ScalarSampler
 from elasticd.in_place import EntryState
 from elasticd.rejoin import launch_channel, newcomer, transport
 from elasticd.rejoin.data_parallel import DataParallelModules
-from elasticd.sampler import ElasticBatchSampler, follow_group
+from elasticd.sampler import ElasticBatchSampler, follow_group, samplers_of
 from elasticd.sigterm import SigtermHandler
 
 if TYPE_CHECKING:
@@ -287,8 +287,8 @@ class Session:
                 self._optimizers.append((obj, obj.register_step_pre_hook(self._on_optimizer_step)))
             if (mark := vars(obj).get(_SCALER_MARK) if hasattr(obj, "__dict__") else None) is not None:
                 self._scalers[obj] = mark
-            if isinstance(obj, ElasticBatchSampler):
-                obj.on_next = functools.partial(self._on_next, obj)
+            for sampler in samplers_of(obj):
+                sampler.on_next = functools.partial(self._on_next, sampler)
         self._attached.update(objects)
         self._context.per_rank.update(own)
         self._optional |= {name for name, _ in every} if optional else set()
@@ -511,7 +511,7 @@ class Session:
             self._should_stop = True
             if saved and self._donor is not None:
                 self._donor.close()  # what the script trains from here on is no step
-            for obj in self._attached_objects():
+            for obj in [*self._attached_objects(), *self._samplers.all()]:
                 if callable(on_stop := getattr(obj, "on_stop", None)):
                     on_stop()
 

@@ -89,6 +89,20 @@ def test_epochs_tail_before_a_save_is_not_repeated(start: Any, tmp_path: Path) -
     assert [again[key] for key in ("steps", "lr", "digest")] == [whole[key] for key in ("steps", "lr", "digest")]
 
 
+def test_samplers_that_take_turns_continue_as_one_does(start: Any, tmp_path: Path) -> None:
+    """In the middle of an epoch no seed is drawn again, and an epoch's tail before a save is not repeated."""
+    options = {"turns": True, "tail": "scheduler, save", "every": 3, "directory": str(tmp_path / "cut"), "epochs": 2}
+    assert start(SCRIPT, {**options, "die": 3}, world_size=1).codes() == [3]
+    job = start(SCRIPT, options, world_size=1, round=2)
+    assert job.results()[0]["resumed"] == 3
+    assert "changed after" not in job.ranks[0].errors()
+    saved = newest(tmp_path / "cut")["turns"]["samplers"][0]
+    assert (saved["epoch"], saved["offset"]) == (2, 0)
+    again = start(SCRIPT, {**options, "epochs": 4}, world_size=1, round=3).results()[0]
+    whole = start(SCRIPT, {**options, "epochs": 4, "directory": str(tmp_path / "whole")}, world_size=1).results()[0]
+    assert {**again, "resumed": None, "trained": 16, "saves": [True] * 4} == whole
+
+
 def test_end_of_a_second_samplers_epoch_is_no_end_of_an_epoch(start: Any, tmp_path: Path) -> None:
     """Its epochs have three steps, those of the loop four: a change after step 3 belongs to that step."""
     options = {"second": 24, "directory": str(tmp_path / "cut"), "epochs": 2}

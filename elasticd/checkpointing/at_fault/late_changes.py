@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import RandomState, local_part
 from elasticd.errors import CheckpointRefused, Reason
-from elasticd.sampler import ElasticBatchSampler
+from elasticd.sampler import samplers_of
 
 if TYPE_CHECKING:
     from elasticd.checkpointing.at_fault.donor import Donor
@@ -152,7 +152,7 @@ class LateChanges:
         self._count = 0
 
     def _state_reader(self, name: str, obj: Any) -> ReadState | None:
-        if isinstance(obj, ElasticBatchSampler):
+        if samplers_of(obj):  # set_epoch() changes it
             return None
         if isinstance(obj, Module):
             return self._module_reader(obj)

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "every": 1000,  # None: no checkpoint()
     "micro": 1,  # session.step() after each of so many micro-batches of a step
     "breaks": True,  # the inner loop is left at a stop
+    "turns": False,  # the sampler is one of two that take turns
     "second": 0,  # samples of which each step takes a batch as well, in epochs of their own
     "sleep": 0.0,
     "save_at": None,  # [place, step]: "optimizer", "micro" or "tail"; save() there
@@ -38,6 +39,23 @@ torch.set_num_threads(1)
 decisions.MAX_INTERVAL_S = 0.0  # all ranks decide at each step
 
 
+class Turns:
+    """Samplers of which one is in use, here the first."""
+
+    def __init__(self, *samplers: elasticd.ElasticBatchSampler) -> None:
+        self.samplers = samplers
+
+    def commit(self) -> None:
+        self.samplers[0].commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samplers": [sampler.state_dict() for sampler in self.samplers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+            sampler.load_state_dict(saved)
+
+
 def main() -> None:
     session = elasticd.init()
     torch.manual_seed(0)
@@ -48,7 +66,11 @@ def main() -> None:
     model = DistributedDataParallel(nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-    session.attach(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
+    if options["turns"]:
+        session.attach(turns=Turns(sampler, elasticd.ElasticBatchSampler(4, 4)))
+    else:
+        session.attach(sampler=sampler)
     more: Iterator[torch.Tensor] = iter(())
     if options["second"]:
         more_inputs = inputs[: options["second"]]
