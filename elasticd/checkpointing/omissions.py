@@ -127,6 +127,7 @@ class Omissions:
             self._check_groups(number)
         if not number:
             self._check_schedulers()
+            self._check_joined()
         if not self._order_is_known:
             self._keep_gradients(number)
 
@@ -266,6 +267,19 @@ class Omissions:
                     f"{type(scheduler).__name__} schedules {unknown[key]} and is not attached: after a restart it, and "
                     "so the learning rate, would begin anew. Attach it before session.restore(), or make it after that "
                     "call, for session.steps"
+                )
+
+    def _check_joined(self) -> None:
+        """A model in torch's Join, of which ranks make different numbers of steps."""
+        if self._sampler_usages():
+            return
+        for name, obj in self._attached.items():
+            join = getattr(training_state.find_ddp(obj), "_join_config", None)
+            if join is not None and join.enable and not join.throw_on_early_termination:
+                self._warn_once(
+                    f"{name} trains in torch's Join: where a rank has more batches than another one, session.step() "
+                    "waits for a rank that makes no more steps, and the job restarts. Give all ranks as many batches, "
+                    "as ElasticBatchSampler does, or end all of them with Join(throw_on_early_termination=True)"
                 )
 
     # --- samplers -----------------------------------------------------------------------------------------------------

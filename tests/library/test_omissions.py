@@ -39,6 +39,7 @@ WARNINGS = {
     "buffers_of_each_rank": "attach(model=...): with broadcast_buffers=False each rank has buffers of its own",
     "no_optimizer_attached_but_its_scheduler": "AdamW trains model and is not attached",
     "sampler_of_an_earlier_training": "sampler is where an earlier training of this process has left it, at epoch 1",
+    "joined": "model trains in torch's Join: where a rank has more batches than another one, session.step() waits",
     "no_optimizer_attached": "AdamW trains model and is not attached",
 }
 HEALTHY = {

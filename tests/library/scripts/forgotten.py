@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import elasticd
@@ -755,6 +756,17 @@ def buffers_of_each_rank(loop: Loop) -> None:
     loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
     loop.attach()
     loop.train()
+
+
+@case
+def joined(loop: Loop) -> None:
+    """Here the ranks have equally many batches."""
+    model = nn.parallel.DistributedDataParallel(loop.model)
+    loop.model = model  # type: ignore[assignment]
+    loop.loader = DataLoader(data, batch_size=4)
+    loop.attach(without="sampler")
+    with Join([model]):
+        loop.train()
 
 
 @case
