@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.serialization import config
 
 from elasticd.checkpointing.state.layout import Layout, load_mapped, write_at, write_packed
 from elasticd.checkpointing.state.rank_differences import plain_digest
@@ -71,6 +72,17 @@ def test_views_still_share_memory_after_load() -> None:
     os.close(fd)
     loaded["w"][3] = 7.0
     assert bool((loaded["row"] == 7.0).all())
+
+
+def test_torch_computes_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own writer leaves other distances between records, and tensors would be read from the wrong places."""
+    if hasattr(config.load, "calculate_storage_offsets"):
+        monkeypatch.setattr(config.load, "calculate_storage_offsets", True)
+    state = STATES["many tensors"]
+    fd = filled(Layout(state), 1, packed=False)
+    loaded = load_mapped(fd)
+    os.close(fd)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
 
 
 def test_archive_is_a_zip_file() -> None:

@@ -3,7 +3,9 @@
 `state.pt` is the archive that `torch.save` writes and `torch.load` reads: a zip file with one stored record for each
 storage and a pickle that refers to them. The records of the storages come first here. Their offsets then depend on
 their sizes only and not on the pickle, in which numbers change from step to step, so that a second save into the same
-memory touches the same pages. The records carry no crc32: the manifest has a checksum of the whole file.
+memory touches the same pages. The records carry no crc32: the manifest has a checksum of the whole file. There is no
+record `.format_version`: it would promise the distances between records that torch's writer leaves, and torch would
+compute offsets from them (`calculate_storage_offsets` of `torch.utils.serialization.config.load`).
 """
 
 from __future__ import annotations
@@ -72,8 +74,6 @@ class Layout:
             (self._shared if storage.data_ptr() in shared else self._own).append((offset, storage))
         small = {
             "data.pkl": pickled,
-            ".format_version": b"1",
-            ".storage_alignment": str(_RECORD_ALIGNMENT).encode(),
             "byteorder": sys.byteorder.encode(),
             "version": b"3\n",
         }
