@@ -16,6 +16,8 @@ from typing import Protocol
 
 CONNECTION_LOST_PHRASES = ("closed by peer", "reset by peer", "broken pipe", "connection was likely closed")
 """Words of gloo, torch's store and the kernel, in lower case: the process at the other end is gone."""
+_MISSED_RANKS_ERRORS = tuple(f"elasticd.errors.{name}" for name in ("MissedCall", "DecisionTimeout", "BarrierTimeout"))
+"""What a session call raises for ranks that do not come; by name, as the launcher and the script each import it."""
 _MAX_MESSAGE_CHARACTERS = 1000
 _MAX_BASES = 8
 
@@ -63,11 +65,22 @@ def report_exception(writer: ExitReportSink) -> bool:
 
 def report_of(error: BaseException) -> ExitReport:
     """The report of a script that ends by this exception."""
-    name, *bases = (_name_of(base) for base in type(error).__mro__[:-1])
-    lines = traceback.TracebackException(type(error), error, error.__traceback__)
+    cause = _cause_of(error)
+    name, *bases = (_name_of(base) for base in type(cause).__mro__[:-1])
+    lines = traceback.TracebackException(type(cause), cause, None)
     # "Type: message", with Python's own text for a message that cannot be printed.
     message = "".join(lines.format_exception_only()).partition(": ")[2].rstrip("\n")
-    return ExitReport("exception", name, message, "".join(lines.format()), bases=tuple(bases))
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return ExitReport("exception", name, message, text, bases=tuple(bases))
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """The exception by which a rank leaves its script, where it has then waited in vain for others which train on: in
+    `save()` or `barrier()` of a `finally`.
+    """
+    while _name_of(type(error)) in _MISSED_RANKS_ERRORS and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _name_of(cls: type) -> str:

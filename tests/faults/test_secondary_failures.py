@@ -43,6 +43,20 @@ def test_root_cause_that_does_not_exit(job: StartJob) -> None:
 
 
 @pytest.mark.system
+def test_save_in_finally(job: StartJob) -> None:
+    """The other rank trains on, so the save fails, with an error of its own: the first one is the cause. Two of them
+    with progress in between end no job.
+    """
+    faults = [Fault(1, step, "raise ValueError") for step in (7, 13)]
+    flags = ["--checkpoint-dir", "checkpoints"]
+    run = job("resume.py", "--steps", "20", "--save-at-end", faults=faults, flags=flags)
+    assert run.wait() == 0
+    assert "MissedCall: rank 0 has not called save()" in run.err, "it did not wait for the other: nothing was tested"
+    reasons = [run.event("round_published", round=number)["reason"] for number in (2, 3)]
+    assert all(reason.startswith("rank 1 exited with code 1 (ValueError: a fault)") for reason in reasons), reasons
+
+
+@pytest.mark.system
 def test_late_agent_reads_all_exits_first(job: StartJob) -> None:
     """An agent that could not listen hears everybody before it blames."""
     run = job("parting.py", "10", "0", faults=[Fault(0, 5, "raise ValueError", round=1)])

@@ -438,6 +438,15 @@ def test_exit_report_of_syntax_and_unprintable_errors(path: Path, tmp_path: Path
     assert report.type == "SyntaxError"
 
 
+def test_exit_report_names_the_exception_before_a_wait_in_vain(path: Path) -> None:
+    """As of `finally: session.save()`, to which no other rank comes."""
+    script = "from elasticd.errors import MissedCall\n"
+    script += "try: raise ValueError('a: fault')\nfinally: raise MissedCall('rank 0 has not called save()')"
+    _, err, report = die(path, script)
+    assert (report.type, report.message, report.bases[0]) == ("ValueError", "a: fault", "Exception")
+    assert report.traceback == err
+
+
 @pytest.mark.parametrize(
     "script", ["pass", "import sys; sys.exit(3)", "import argparse; argparse.ArgumentParser().error('x')"]
 )

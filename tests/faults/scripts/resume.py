@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import subprocess
 import time
@@ -30,6 +31,20 @@ def main(args: argparse.Namespace) -> None:
     session.restore()
     # On a disk that changes at certain steps each checkpoint is waited for.
     session.checkpoint(every=10**9 if args.disk else args.every, keep=args.keep)
+    with contextlib.ExitStack() as at_end:
+        if args.save_at_end:
+            at_end.callback(session.save)
+        train(args, session, model, optimizer, sampler, dataset)
+
+
+def train(
+    args: argparse.Namespace,
+    session: elasticd.Session,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: elasticd.ElasticBatchSampler,
+    dataset: TensorDataset,
+) -> None:
     grown = torch.empty(0)
     for epoch in range(sampler.epoch, sampler.epoch + 1000):
         sampler.set_epoch(epoch)
@@ -92,6 +107,7 @@ if __name__ == "__main__":
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--ballast", type=int, default=0)
     parser.add_argument("--grow", type=int, default=0, help="so many bytes are in use from step 22 on")
+    parser.add_argument("--save-at-end", action="store_true", help="in a `finally`")
     parser.add_argument("--disk")
     parser.add_argument("--remount", type=int, nargs="*", default=[])
     parser.add_argument("--free-at", type=int)
