@@ -164,6 +164,8 @@ class Chooser:
         self._candidates: list[Entry] = []
         """Checkpoints that may be loaded and have not been tried yet."""
         self._skipped = 0
+        self._undamaged = ""
+        """The first of those skipped that another start may read, with the reason why this one cannot."""
         self.entry: Entry | None = None
 
     def choose(self) -> Choice | None:
@@ -177,7 +179,7 @@ class Chooser:
             choice: Choice | None = self._choose_held(newest, on_disk[0].manifest.step if on_disk else 0)
         else:
             for checkpoint in skipped:
-                self._report_skipped(checkpoint.path, checkpoint.why)
+                self._report_skipped(checkpoint.path, checkpoint.why, checkpoint.is_permanent)
             self._candidates = on_disk
             choice = self._next_on_disk()
         if torn is not None and (choice.step if choice else 0) < (step := torn.snapshot.draft.step):
@@ -325,26 +327,34 @@ class Chooser:
         return newest.draft.parent is None or newest.draft.step > newest.draft.parent[1]
 
     def _next_on_disk(self) -> Choice | None:
-        """The first checkpoint that can be read, kept open; those before it are skipped."""
+        """The first checkpoint that can be read, kept open; those before it are skipped. Raises CheckpointError where
+        none can, and not for damage.
+        """
         while self._candidates:
             entry = self._candidates.pop(0)
             try:
                 fd = open_verified(entry)
-                try:
-                    content = load_mapped(fd)
-                except BaseException:
-                    os.close(fd)
-                    raise
             except ObjectStoreError:
                 raise  # an older one is no better
             except (CheckpointCorrupt, OSError) as error:
-                self._report_skipped(entry.path, str(error))
+                self._report_skipped(entry.path, str(error), is_permanent=isinstance(error, CheckpointCorrupt))
+                continue
+            try:
+                content = load_mapped(fd)
+            except (CheckpointError, OSError) as error:
+                os.close(fd)
+                self._report_skipped(entry.path, str(error), is_permanent=False)
                 continue
             self.entry = entry
             self._opened.fd, self._opened.content, self._opened.checksum = fd, content, entry.manifest.checksum
             return Choice(StateSource.DISK, entry.manifest, entry.path.name)
+        where = path_or_url(self._directory)
+        if self._undamaged:
+            raise CheckpointError(
+                f"no checkpoint in {where} can be used, and training does not begin anew, as {self._undamaged}. Make "
+                "it readable for this job, or use another directory"
+            )
         if self._skipped:
-            where = path_or_url(self._directory)
             self.report(f"no checkpoint in {where} can be used, {self._skipped} skipped: training begins anew", None)
         return None
 
@@ -362,6 +372,8 @@ class Chooser:
             self.report(f"went back to step {step}: newer checkpoints were set aside as {names}", step)
         return [entry for entry in on_disk if entry.manifest.step <= step]
 
-    def _report_skipped(self, path: Path, why: str) -> None:
+    def _report_skipped(self, path: Path, why: str, is_permanent: bool = True) -> None:
         self._skipped += 1
+        if not is_permanent:
+            self._undamaged = self._undamaged or f"{path.name} may be undamaged: {why}"
         self._context.warn("checkpoint_skipped", f"checkpoint {path.name} skipped: {why}", path)

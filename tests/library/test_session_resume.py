@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elasticd.checkpointing.storage.lineage import lineage
+from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, VERSION, Checksum, Manifest, read
 from tests.library import checkpoints
 from tests.library.checkpoints import verified_lineage
 
@@ -83,6 +86,31 @@ def test_restore_skips_damaged_checkpoints(start: Any, tmp_path: Path, whole: in
         assert "checksum" in note.reason
     said = f"no checkpoint in {directory} can be used, 3 skipped: training begins anew"
     assert (notes[len(damaged)].reason == said) == (whole is None)
+
+
+@pytest.mark.parametrize(
+    "why", ["manifest.json has version 2.1", "state.pt is undamaged, but this torch cannot load it"]
+)
+def test_undamaged_checkpoint_that_cannot_be_used_is_no_new_beginning(start: Any, tmp_path: Path, why: str) -> None:
+    """Nor is one that belongs to another user, which root cannot test."""
+    directory = tmp_path / "shared"
+    start("toy.py", {"directory": str(directory), "steps": 3}, world_size=1).results()
+    path = directory / "r1-s3"
+    if "version" in why:
+        (path / MANIFEST).write_text((path / MANIFEST).read_text().replace(f'"{VERSION}"', '"2.1"'))
+    else:
+        torch.save({"model": path}, path / STATE)  # of a class that torch does not load
+        manifest, content, checksum = read(path), (path / STATE).read_bytes(), Checksum()
+        checksum.update(content)
+        assert isinstance(manifest, Manifest)
+        (path / MANIFEST).write_bytes(replace(manifest, bytes=len(content), checksum=str(checksum)).to_json())
+    job = start("toy.py", {"directory": str(directory)}, round=2)
+    assert job.codes() == [1, 1]
+    said = (
+        f"no checkpoint in {directory} can be used, and training does not begin anew, as r1-s3 may be undamaged: {why}"
+    )
+    for who, rank in zip(("", "on rank 0: "), job.ranks, strict=True):
+        assert f"CheckpointError: {who}{said}" in rank.errors()
 
 
 def test_unshared_directory_is_reported_and_rank_0_sends(start: Any, tmp_path: Path) -> None:
@@ -219,6 +247,17 @@ def test_state_of_a_rank_that_is_too_large_to_be_sent(start: Any, tmp_path: Path
     assert all(why in rank.errors() for rank in refused.ranks)
     assert [each["steps"] for each in start("toy.py", {**options, "large": 12}).results()] == [9, 9]
     assert steps_of(tmp_path / "shared") == [(1, 3)]
+
+
+@pytest.mark.parametrize("counter", ["rank 0", "rank 1"])
+def test_state_of_each_rank_under_other_names_is_refused(start: Any, tmp_path: Path, counter: str) -> None:
+    job = start("toy.py", {"directory": str(tmp_path / "shared"), "counter": counter})
+    assert 0 not in job.codes()
+    has = {
+        "rank 0": "rank 0 has counter, and rank 1 has nothing",
+        "rank 1": "rank 0 has nothing, and rank 1 has counter",
+    }
+    assert all(f"attach(per_rank=...): {has[counter]}; give the same" in rank.errors() for rank in job.ranks)
 
 
 def test_object_that_differs_between_ranks_is_refused_at_the_first_save(start: Any, tmp_path: Path) -> None:

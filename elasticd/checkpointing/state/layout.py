@@ -29,7 +29,7 @@ from elasticd.checkpointing.state.device_copy import GpuCopies, StoragePart
 from elasticd.checkpointing.state.training_state import StateDict, component_tensors
 from elasticd.checkpointing.storage.atomic_write import write_at, write_file
 from elasticd.checkpointing.storage.manifest import STATE, SizeAndChecksum
-from elasticd.errors import CheckpointCorrupt, CheckpointRefused
+from elasticd.errors import CheckpointError, CheckpointRefused
 
 _RECORD_ALIGNMENT = 64
 """The alignment of records in torch's own writer."""
@@ -282,12 +282,12 @@ def _copy_pieces(parts: Iterable[StoragePart], at_once: GpuCopies | None) -> Ite
 
 def load_mapped(fd: int, map_location: Any = "cpu") -> StateDict:
     """The state in the file or the memory `fd`, which is whole. On the CPU its tensors are mapped: memory is used for
-    what is touched, and whatever changes them changes a private copy of the page. Raises CheckpointCorrupt.
+    what is touched, and whatever changes them changes a private copy of the page. Raises CheckpointError.
     """
     try:
         state = torch.load(f"/proc/self/fd/{fd}", map_location=map_location, weights_only=True, mmap=True)
     except (*UNPICKLABLE_ERRORS, pickle.UnpicklingError, EOFError, KeyError) as error:
-        raise CheckpointCorrupt(f"{STATE} is undamaged, but this torch cannot load it: {error}") from error
+        raise CheckpointError(f"{STATE} is undamaged, but this torch cannot load it: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointCorrupt(f"{STATE} holds {type(state).__name__}, not a dict")
+        raise CheckpointError(f"{STATE} holds {type(state).__name__}, not a dict")
     return state

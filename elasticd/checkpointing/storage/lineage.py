@@ -61,6 +61,7 @@ class SkippedCheckpoint:
 
     path: Path
     why: str
+    is_permanent: bool = True  #: false: a newer elasticd, or a later try, may read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def walk_lineage(directory: str | os.PathLike[str]) -> LineageWalk:
         for named in sorted(rounds[number], key=lambda each: (each.step, each.is_replacement), reverse=True):
             manifest = read_named_manifest(named)
             if isinstance(manifest, Unreadable):
-                skipped.append(SkippedCheckpoint(named.path, manifest.why))
+                skipped.append(SkippedCheckpoint(named.path, manifest.why, manifest.is_permanent))
                 continue
             manifests.append(manifest)
             links.setdefault(number, named.path)
