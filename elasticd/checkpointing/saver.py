@@ -288,6 +288,13 @@ class Saver:
         def check_first() -> Message:
             if too_large:
                 raise CheckpointRefused(too_large)
+            names = [sorted(states) for _, states, _ in every_rank]
+            if other := next((rank for rank, each in enumerate(names) if each != names[0]), None):
+                own, others = (", ".join(each) or "nothing" for each in (names[0], names[other]))
+                raise CheckpointRefused(
+                    f"attach(per_rank=...): rank 0 has {own}, and rank {other} has {others}; give the same names on "
+                    "all ranks. Nothing was saved"
+                )
             check_loadable(content())
             different = differences()
             if context.parent is None and (

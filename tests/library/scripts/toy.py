@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "restore": True,
     "back_to": None,  # restore(step=...)
     "or_newest": False,  # restore() where that is refused
-    "counter": None,  # attach a counter of rank + 1: "per_rank", "per_rank with hook", "everywhere"
+    "counter": None,  # attach a counter of rank + 1: "per_rank", "per_rank with hook", "everywhere", "rank 0", "rank 1"
     "large": None,  # from this count on, the counter's state has 9 MB
     "averaged": False,  # attach averaged weights of 9 MB
     "extra": None,  # attach one more object, "optional" or "needed"
@@ -125,7 +125,7 @@ def main() -> None:
     counter = (SharedCounter if options["counter"] == "per_rank with hook" else Counter)(session.rank + 1)
     if options["counter"] == "everywhere":
         session.attach(counter=counter)
-    elif options["counter"]:
+    elif options["counter"] not in (None, f"rank {1 - session.rank}"):
         session.attach(per_rank={"counter": counter})
     if options["averaged"]:
         session.attach(averaged=torch.optim.swa_utils.AveragedModel(nn.Linear(1500, 1600)))
