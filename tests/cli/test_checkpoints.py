@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from elasticd.checkpointing.storage.atomic_write import discard_checkpoint
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.lineage import Entry
 from elasticd.checkpointing.storage.retention import set_aside
+from elasticd_agent.cli import checkpoints as command
 from elasticd_agent.cli.main import main
 from tests.library import checkpoints
 
@@ -73,6 +76,24 @@ def test_verify_reports_damage_that_the_lineage_leaves_out(directory: Path, caps
     assert main(["checkpoints", "verify", str(directory)]) == 1
     shown = capsys.readouterr().out
     assert sum(f"r1-s{step}: " in shown and f"r1-s{step}: whole" not in shown for step in (10, 20, 40)) == 3
+
+
+def test_verify_while_a_job_deletes(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = command.find_damage
+
+    def read_slowly(entry: Entry) -> str | None:
+        for name in ("r1-s10", "r1-s20"):
+            if entry.path.name == "r1-s40":
+                discard_checkpoint(directory / name)
+        return real(entry)
+
+    monkeypatch.setattr(command, "find_damage", read_slowly)
+    assert main(["checkpoints", "verify", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["r1-s40: whole", "r1-s30: whole"]
+    assert all(line.endswith(": deleted meanwhile, by the job that uses the directory") for line in lines[2:])
 
 
 def test_prune_does_not_write_through_a_link(

@@ -83,13 +83,14 @@ def _local_copy(given: Path) -> Iterator[Path]:
 def _run_verb(options: argparse.Namespace) -> int:
     if options.verb == "prune":
         return _prune(options.directory, options.keep, options.keep_every)
+    present = _list_newest_first(options.directory)  # first: what a job saves from now on is not outside the lineage
     lineage = walk_lineage(options.directory)
     if options.verb == "list":
-        _print_list(options.directory, lineage, options.json)
+        _print_list(options.directory, present, lineage, options.json)
         return 0
     if options.verb == "show":
         return _print_manifest(options.directory, lineage, options.name)
-    return _verify(options.directory, lineage, options.name)
+    return _verify(present, lineage, options.name)
 
 
 def build_parser() -> CommandParser:
@@ -114,14 +115,14 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
+def _print_list(directory: Path, names: list[CheckpointName], found: LineageWalk, as_json: bool) -> None:
     """Print one line for each checkpoint, the newest first, with the reason against it where it
     would not be restored.
     """
     usable = {entry.path for entry in found.entries}
     skipped = {checkpoint.path: checkpoint.why for checkpoint in found.skipped}
     aside = {checkpoint.path: checkpoint for checkpoint in list_names_aside(directory)}
-    present = [*_list_newest_first(directory), *sorted(aside.values(), key=lambda each: each.path.name)]
+    present = [*names, *sorted(aside.values(), key=lambda each: each.path.name)]
     if not present and not as_json:
         print(f"{path_or_url(directory)} holds no checkpoint")
     for checkpoint in present:
@@ -131,6 +132,8 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
         size, saved, kind = "", "", ""
         described: dict[str, object] = {}
         if isinstance(manifest, Unreadable):
+            if _is_deleted(checkpoint):
+                continue
             why = manifest.why
         else:
             size = f"{manifest.total_bytes / 1e6:.1f} MB"
@@ -192,14 +195,23 @@ def _print_manifest(directory: Path, found: LineageWalk, name: str | None) -> in
     return 0
 
 
-def _verify(directory: Path, found: LineageWalk, name: str | None) -> int:
+def _is_deleted(checkpoint: CheckpointName) -> bool:
+    """A job has deleted it since it was listed."""
+    pull_from_store(checkpoint.path.parent)
+    return not checkpoint.path.exists()
+
+
+def _verify(present: list[CheckpointName], found: LineageWalk, name: str | None) -> int:
     """Read from the disk, not from the page cache; without a name also what is not in the lineage."""
     damaged = 0
     lineage = {entry.path for entry in _lineage_entries(found, name)}
-    for checkpoint in _list_newest_first(directory):
+    for checkpoint in present:
         if name is None or checkpoint.path in lineage:
             manifest = read_named_manifest(checkpoint)
             why = manifest.why if isinstance(manifest, Unreadable) else find_damage(Entry(checkpoint.path, manifest))
+            if why is not None and _is_deleted(checkpoint):
+                print(f"{checkpoint.path.name}: deleted meanwhile, by the job that uses the directory")
+                continue
             damaged += why is not None
             outside = "" if checkpoint.path in lineage else ", not in the lineage of the newest round"
             print(f"{checkpoint.path.name}: {why or f'whole{outside}'}")
