@@ -240,6 +240,15 @@ def test_a_writer_is_killed_between_two_parts(s3: S3, nodes: Any, small_parts: i
     assert writer.uploads() == []
 
 
+@pytest.mark.parametrize("key", ["other/r1-s10/state.pt", "model.bin"])
+def test_an_upload_of_others_below_the_prefix_is_left_alone(nodes: Any, key: str) -> None:
+    first = nodes()
+    bucket, _, prefix = str(url_of(first.directory)).removeprefix("s3://").partition("/")
+    first.files.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{key}")
+    nodes("b", run="2").save(10)
+    assert first.uploads() == [f"{prefix}/{key}"]
+
+
 def save_in_parts() -> None:
     import s3fs.core
 

@@ -59,6 +59,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _OWNER, _NEWEST, _REMOTE, _RESERVED = ".owner.json", ".newest", ".remote", ".reserved"
 _WENT_BACK_MARK = re.compile(r"\.went-back-to-s[0-9]+")
+_FILE_OF_CHECKPOINT = re.compile(r"r[0-9]+-s[0-9]+(\.again|\.aside[0-9]*)?/[^/]+")
 _PATIENCE_S = 20.0
 """The patience of a save: training continues meanwhile, and the next save tries again. At a job's start a wrong address
 is reported soon."""
@@ -314,11 +315,13 @@ class ObjectStore:
         if self._scheme != "s3":
             return
         s3 = self._file_system.fs
-        bucket, _, prefix = f"{self._root}/{below}".partition("/")
+        bucket, _, root = f"{self._root}/".partition("/")
         # It may be forbidden, and then a rule of the bucket has to do it; where the store is away, the upload says so.
         with contextlib.suppress(Exception):
-            for upload in s3.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", ()):
-                s3.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            for upload in s3.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=root + below).get("Uploads", ()):
+                # Others, such as a job with a prefix below this one, may be uploading there.
+                if _FILE_OF_CHECKPOINT.fullmatch(upload["Key"].removeprefix(root)):
+                    s3.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def reserve(self, name: str, who: str) -> bool:
         """True for one of the processes that want to put the checkpoint `name`, and for it also at a second try. Raises
