@@ -588,6 +588,23 @@ def test_milestones_stay(tmp_path: Path) -> None:
     assert usable(tmp_path) == ["r2-s110", "r2-s100", "r1-s80", "r1-s40"]
 
 
+def test_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has made it immutable."""
+    for step in (10, 20, 30, 40):
+        save(tmp_path, 1, step)
+    immutable, real = tmp_path / "r1-s10", retention.discard_checkpoint
+
+    def discard(path: Path) -> None:
+        if path == immutable:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        real(path)
+
+    monkeypatch.setattr(retention, "discard_checkpoint", discard)
+    with pytest.raises(PermissionError, match="r1-s10"):
+        retain(tmp_path, 1, 2)
+    assert present(tmp_path) == ["r1-s10", "r1-s30", "r1-s40"]
+
+
 def test_checkpoints_set_aside_are_neither_loaded_nor_deleted(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, 1, step)

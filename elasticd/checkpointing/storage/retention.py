@@ -23,6 +23,7 @@ from elasticd.checkpointing.storage.lineage import (
 )
 from elasticd.checkpointing.storage.manifest import MANIFEST, Unreadable
 from elasticd.checkpointing.storage.object_store import store_of
+from elasticd.errors import ObjectStoreError
 
 
 def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_every: int = 0) -> list[Path]:
@@ -30,7 +31,8 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
 
     Steps that are multiples of `keep_every` stay as well. Before it deletes, it reads the newest checkpoint back, once;
     not from an object store, which compares what it receives: there the sizes are compared.
-    Raises ValueError for keep < 1, OSError if the directory cannot be listed or changed.
+    Raises ValueError for keep < 1, OSError if the directory cannot be listed or changed; where one cannot be deleted,
+    once the others are.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one checkpoint must stay")
@@ -47,13 +49,20 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
     anchor = next((i for i, entry in enumerate(walked.entries) if trusted or find_damage(entry) is None), None)
     if anchor is None:
         return []
-    deleted = []
+    deleted, refused = [], None
     for path in _paths_to_delete(present, walked, anchor, own_round, keep, keep_every):
         if _device_and_inode(path) == seen[path]:
-            discard_checkpoint(path)
-            deleted.append(path)
+            try:
+                discard_checkpoint(path)
+                deleted.append(path)
+            except ObjectStoreError:
+                raise  # it may be away, and each try takes its time
+            except OSError as error:  # somebody has made this one immutable
+                refused = refused or error
     good = walked.entries[anchor].manifest
     sweep_unfinished(Path(directory), own_round, with_older_rounds=good.round == own_round and not good.relinked)
+    if refused is not None:
+        raise refused
     return deleted
 
 
