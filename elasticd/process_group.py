@@ -12,6 +12,7 @@ import ctypes
 import os
 import pickle
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ SLEEP_BEFORE_DESTROY_S = 0.02
 reducer then holds the last reference to the process group, it joins that thread under the GIL, for ever
 (pytorch/pytorch#56297). The sleep lets the thread finish."""
 
+_TORCHRUN_DEFAULT_ID = "none"
 _groups_made: Counter[tuple[str | None, ...]] = Counter()
 """The number of default groups that `join` has made, by the address and port of their store and by round."""
 
@@ -60,13 +62,16 @@ class DefaultGroup:
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvironment:
     """Raises UsageError for a variable that must be a number and is not."""
+    run = environment.get("ELASTICD_RUN") or environment.get("TORCHELASTIC_RUN_ID")
+    if run == _TORCHRUN_DEFAULT_ID:  # other runs have it, too: the parent is this one's agent
+        run = f"{socket.gethostname()}-{os.getppid()}"
     return WorkerEnvironment(
         local_rank=_read_number(environment, "LOCAL_RANK"),
         round=_read_number(environment, "ELASTICD_ROUND"),
         restarts=_read_number(environment, "TORCHELASTIC_RESTART_COUNT"),
         job=environment.get("ELASTICD_JOB") or environment.get("TORCHELASTIC_RUN_ID") or "python",
         # A plain `python` script is one process, so no other one needs the random token.
-        run=environment.get("ELASTICD_RUN") or environment.get("TORCHELASTIC_RUN_ID") or secrets.token_hex(8),
+        run=run or secrets.token_hex(8),
         nodes=_read_number(environment, "GROUP_WORLD_SIZE") or 1,
         node=_read_number(environment, "GROUP_RANK"),
         restarts_without_progress=_read_number(environment, "ELASTICD_RESTARTS_WITHOUT_PROGRESS"),

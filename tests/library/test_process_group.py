@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -43,3 +46,16 @@ def test_device_is_the_launchers_choice_or_the_scripts(monkeypatch: pytest.Monke
     group = process_group.join(process_group.read_environment(), None)
     assert group.device == torch.device("cuda", int(local_rank or 3))
     assert chosen[-1] == group.device.index
+
+
+def test_runs_of_torchruns_default_id_are_different_runs() -> None:
+    """Each has the directory of checkpoints for itself; all attempts of one torchrun are one run."""
+    script = "from elasticd.process_group import read_environment; print(read_environment().run)"
+    torchrun = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {script!r}])"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    runs = [
+        subprocess.run([sys.executable, "-c", torchrun], env=environment, capture_output=True, text=True, timeout=60)
+        for _ in range(2)
+    ]
+    (one, again), (other, _) = (done.stdout.split() for done in runs)
+    assert one == again != other
