@@ -56,8 +56,8 @@ from elasticd.heartbeat.record import Phase
 
 logger = logging.getLogger("elasticd")
 
-_TOO_LARGE_PREFIX = "too large: "
-"""The beginning of a message that stands for a larger one."""
+_UNABLE_PREFIX = "unable: "
+"""The beginning of a message of a rank whose own state cannot be saved; the reason follows."""
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _directories_in_memory: dict[int, Path] = {}
 """The directory of this process's first session in each round: the states in memory are of that one."""
@@ -224,15 +224,15 @@ class Saver:
         shards = self.sharded_saver(attached)
         in_shards = shards.objects if shards else {}
         attached = {name: obj for name, obj in attached.items() if name not in in_shards}
-        every_rank, too_large = self._gather_rank_states(step, attached, in_shards, random_state)
+        every_rank, unable = self._gather_rank_states(step, attached, in_shards, random_state)
         content = functools.partial(self._make_content, step, attached, every_rank)
-        self._check_differences(step, every_rank, too_large, content)
+        self._check_differences(step, every_rank, unable, content)
         before = context.heartbeat.current_phase
         context.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
             saver = shards or self._whole
             draft = context.draft(step, 0, cursor_of(attached))
-            saved = saver.save(draft, attached, content, too_large, why, wait)
+            saved = saver.save(draft, attached, content, unable, why, wait)
             if wait:
                 what = f"whether the checkpoint of step {step} is on the disk"
                 saved = bool(
@@ -251,29 +251,31 @@ class Saver:
         in_shards: Mapping[str, Any],
         random_state: RandomState | None,
     ) -> tuple[list[Any], str]:
-        """Every rank's random state, `per_rank` states and digests, on rank 0; which ranks have too much of them."""
+        """Every rank's random state, `per_rank` states and digests, on rank 0; why ranks' own cannot be saved."""
         context, rank = self.context, self.context.group.rank
         own = {name: obj.state_dict() for name, obj in context.per_rank.items()}
-        check_loadable(own)
         digests = self.compared_state.describe(attached, in_shards, context.group.world_size, step, not self._accepted)
-        mine = training_state.to_bytes(
-            [random_state or training_state.random_state(context.group.device), own, digests]
-        )
-        if len(mine) > MAX_SENT_BYTES:
-            mine = f"{_TOO_LARGE_PREFIX}rank {rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
+        try:
+            check_loadable(own)
+            mine = training_state.to_bytes(
+                [random_state or training_state.random_state(context.group.device), own, digests]
+            )
+            if len(mine) > MAX_SENT_BYTES:
+                raise CheckpointRefused(
+                    f"rank {rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB; at most {MAX_SENT_BYTES >> 20} "
+                    "MB of each rank are sent to rank 0"
+                )
+        except CheckpointRefused as error:
+            mine = f"{_UNABLE_PREFIX}{error}".encode()
         what = f"random states for the save at step {step}"
         received = context.channel.gather_on_rank0(f"random/{context.save_count}", mine, what)
-        if too_large := [
-            sent.decode().removeprefix(_TOO_LARGE_PREFIX)
-            for sent in received
-            if sent.startswith(_TOO_LARGE_PREFIX.encode())
-        ]:
-            limit = f"at most {MAX_SENT_BYTES >> 20} MB of each rank are sent to rank 0"
-            return [], f"{'; '.join(too_large)}; {limit}"
+        refused = [sent.decode() for sent in received if sent.startswith(_UNABLE_PREFIX.encode())]
+        if refused:
+            return [], "; ".join(reason.removeprefix(_UNABLE_PREFIX) for reason in refused)
         return list(map(training_state.from_bytes, received)), ""
 
     def _check_differences(
-        self, step: int, every_rank: Sequence[Sequence[Any]], too_large: str, content: Callable[[], StateDict]
+        self, step: int, every_rank: Sequence[Sequence[Any]], unable: str, content: Callable[[], StateDict]
     ) -> None:
         """Report what differs between ranks; at the first save, on every rank, raise for a state that is refused.
 
@@ -286,8 +288,8 @@ class Saver:
             return list(rank_differences.find_differences([digests for _, _, digests in every_rank]))
 
         def check_first() -> Message:
-            if too_large:
-                raise CheckpointRefused(too_large)
+            if unable:
+                raise CheckpointRefused(unable)
             names = [sorted(states) for _, states, _ in every_rank]
             if other := next((rank for rank, each in enumerate(names) if each != names[0]), None):
                 own, others = (", ".join(each) or "nothing" for each in (names[0], names[other]))

@@ -47,7 +47,7 @@ from elasticd.checkpointing.storage.atomic_write import Staging
 from elasticd.checkpointing.storage.checkpoint_files import check_cursor
 from elasticd.checkpointing.storage.manifest import METADATA, STATE, Manifest, SizeAndChecksum, shard_name
 from elasticd.checkpointing.storage.object_url import url_of
-from elasticd.errors import UsageError
+from elasticd.errors import CheckpointRefused, UsageError
 
 _BUSY_REASON = "the disk is slower than the saves: an earlier state is still being written"
 
@@ -122,13 +122,18 @@ class ShardedSaver:
             # A part that no node is writing and that has not come is lost: with its node's writer, during the copy.
             if self.is_busy(wait, None if others_write else LOST_PART_WAIT_S):
                 return {"event": "checkpoint_dropped", "why": _BUSY_REASON}
-            check_cursor(draft)
-            if is_new:
-                check_loadable(sharded.non_tensor_values(state))
-            small = content()
-            small[RESERVED_NAME][sharded.NAMES_KEY] = list(self.objects)
-            check_loadable(small)
-            layout = Layout(small)
+            try:
+                check_cursor(draft)
+                if is_new:
+                    check_loadable(sharded.non_tensor_values(state))
+                small = content()
+                small[RESERVED_NAME][sharded.NAMES_KEY] = list(self.objects)
+                check_loadable(small)
+                layout = Layout(small)
+            except CheckpointRefused as error:
+                if self._plan is None:
+                    raise
+                return {"event": "checkpoint_failed", "why": str(error)}
             return {"event": "", "plan": is_new}
 
         # This starts a writer that has died: the first node waits for its part.

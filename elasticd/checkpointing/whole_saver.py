@@ -21,6 +21,7 @@ from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.checkpoint_files import check_cursor
 from elasticd.checkpointing.storage.manifest import STATE, Manifest, parse
+from elasticd.errors import CheckpointRefused
 
 MAX_SENT_BYTES = 8 << 20
 """The most that rank 0 sends to every node at a save: buffers, random states, numbers. A larger part that is not equal
@@ -36,6 +37,8 @@ class WholeSaver:
         self._context, self._writes = context, writes
         self._keeps_copies = True
         """This rank copies its share at each save; if not, it still saves its state at a fault."""
+        self._was_accepted = False
+        """A state was not refused: the job has trained, and is not ended for what a later one holds."""
 
     def save(
         self,
@@ -51,19 +54,16 @@ class WholeSaver:
         is_rank0 = context.group.rank == 0
         if not is_rank0 and not (context.writer and self._keeps_copies):
             return False
-        if unable:
-            self._send_rank0_part(lambda: _NOT_SAVED_MESSAGE)
-            context.warn_failed(draft.step, unable)
+        try:
+            layout, draft = self._lay_out(draft, attached, content, unable)
+        except CheckpointRefused as error:
+            if not self._was_accepted:
+                raise
+            if is_rank0:
+                self._send_rank0_part(lambda: _NOT_SAVED_MESSAGE)
+                context.warn_failed(draft.step, str(error))
             return False
-        state = content()
-        if is_rank0:
-            check_loadable(state)
-        layout = Layout(
-            state, training_state.replicated_storages(attached, context.group.world_size), save=context.save_count
-        )
-        draft = context.draft(draft.step, layout.bytes, draft.cursor)
-        if is_rank0:
-            check_cursor(draft)
+        self._was_accepted = True
         exchanged = self._exchange_rank0_part(draft, layout)
         if exchanged is None:
             return False
@@ -73,6 +73,22 @@ class WholeSaver:
         if not has_copied:
             return self._writes.write_now(draft, lambda staging: {STATE: layout.write_file(staging.path)}, why, start)
         return self._writes.wait_until_saved() if wait else True
+
+    def _lay_out(
+        self, draft: Manifest, attached: Mapping[str, Any], content: Callable[[], StateDict], unable: str
+    ) -> tuple[Layout, Manifest]:
+        """The state's layout, and its description with its size. Raises CheckpointRefused."""
+        if unable:
+            raise CheckpointRefused(unable)
+        context, state = self._context, content()
+        shared = training_state.replicated_storages(attached, context.group.world_size)
+        if context.group.rank == 0:
+            check_loadable(state)
+        layout = Layout(state, shared, save=context.save_count)
+        draft = context.draft(draft.step, layout.bytes, draft.cursor)
+        if context.group.rank == 0:
+            check_cursor(draft)
+        return layout, draft
 
     def _send_rank0_part(self, make: Callable[[], bytes]) -> None:
         """Send rank 0's part of the state to every node that keeps a copy: all of them have read the one before."""

@@ -137,13 +137,22 @@ def test_unwritable_directory_is_reported(start: Any, tmp_path: Path) -> None:
 
 
 def test_unloadable_state_is_refused_on_every_rank(start: Any, tmp_path: Path) -> None:
-    job = start("toy.py", {"directory": str(tmp_path / "shared"), "poison": True})
+    job = start("toy.py", {"directory": str(tmp_path / "shared"), "poison": 0})
     assert job.codes() == [1, 1]
     for rank in job.ranks:
         assert "CheckpointRefused" in rank.errors()
         assert "poison" in rank.errors()
         assert rank.read_heartbeat().step == 3
     assert lineage(tmp_path / "shared") == ([], [])
+
+
+def test_state_that_becomes_unloadable_ends_no_training(start: Any, tmp_path: Path) -> None:
+    """Such as a metric that is a numpy number after the first evaluation."""
+    job = start("toy.py", {"directory": str(tmp_path / "shared"), "poison": 5, "save": True})
+    assert [each["steps"] for each in job.results()] == [12, 12]
+    assert job.ranks[0].kinds() == ["checkpoint_saved", *["checkpoint_failed"] * 4]
+    assert "checkpoint of step 6 failed (poison.secret.lambda is " in job.ranks[0].errors()
+    assert [entry.manifest.step for entry in verified_lineage(tmp_path / "shared")[0]] == [3]
 
 
 def test_directory_of_other_run_is_refused_on_every_rank(start: Any, tmp_path: Path, wait_for: Any) -> None:

@@ -46,15 +46,20 @@ DEFAULTS: dict[str, Any] = {
     "full": None,  # [from, to]: between these steps no checkpoint fits, as on a full disk
     "apart": None,  # where rank 1 looks for checkpoints: a directory that is not shared
     "wider": None,  # the rank whose model has another shape
-    "poison": False,  # attach something that torch.load(weights_only=True) would refuse
+    "poison": None,  # from this step on, an attached object has what torch.load(weights_only=True) would refuse
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 torch.set_num_threads(1)
 
 
 class Poison:
+    steps = 0
+
+    def commit(self) -> None:
+        self.steps += 1
+
     def state_dict(self) -> dict[str, Any]:
-        return {"secret": {"lambda": Poison}}
+        return {"secret": {"lambda": Poison if self.steps >= options["poison"] else None}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
@@ -120,7 +125,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
     directory = options["apart"] if options["apart"] and session.rank == 1 else options["directory"]
     session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
-    if options["poison"]:
+    if options["poison"] is not None:
         session.attach(poison=Poison())
     counter = (SharedCounter if options["counter"] == "per_rank with hook" else Counter)(session.rank + 1)
     if options["counter"] == "everywhere":
