@@ -170,6 +170,7 @@ class Saver:
             self.context.warn("message", reason, path)
         if round := self.context.environment.round:
             self._check_round(path, round)
+            self._compare_with_last_round(path, round)
             return round
         # Without an agent each start is a round of its own, so that its checkpoints come after all others.
         lineage(path)
@@ -187,6 +188,18 @@ class Saver:
                     "that does not know the directory: what is saved now would not be loaded. Give the directory with "
                     "--checkpoint-dir, or checkpoint_dir in the job file"
                 )
+
+    def _compare_with_last_round(self, path: Path, round: int) -> None:
+        """Report a directory that is another one at each start of the script, such as one with the time in its name."""
+        before = step_files.opened_directories(round - 1)
+        if before and str(path) not in before and not step_files.opened_directories():
+            own, other = path_or_url(path), path_or_url(Path(before[-1]))
+            self.context.report(
+                f"the checkpoint directory is {own}, and was {other} before the restart: without a state in memory all "
+                "steps would be lost. Give the same directory at each start, without a time in its name",
+                None,
+            )
+        step_files.note_directory(path)
 
     def due_by_steps(self, step: int) -> bool:
         """The same on every rank."""

@@ -20,6 +20,16 @@ def test_later_session_of_a_process_meets_the_others(job: StartJob) -> None:
     assert trained(run) == [(session, step) for session in (0, 1, 2) for step in (1, 2, 3, 4)]
     assert len(run.events("group_started")) == 2
     assert "trained again" not in run.err, "not the last session's steps, which nobody had trained"
+    assert "before the restart" not in run.err, "the directories are the same"
+
+
+def test_directory_that_is_another_one_at_each_start_is_reported(job: StartJob) -> None:
+    """Such as one with the time in its name: memory has the state this time."""
+    run = job("sessions.py", "1", "4", "moves", faults=[Fault(0, 3, "SIGKILL", 1)])
+    assert run.wait() == 0, run.err
+    assert trained(run) == [(0, step) for step in (1, 2, 3, 4)]
+    own, before = (run.work / "checkpoints" / number / "0" for number in "21")
+    assert f"the checkpoint directory is {own}, and was {before} before the restart" in run.err
 
 
 @pytest.mark.parametrize("session", [0, 1])

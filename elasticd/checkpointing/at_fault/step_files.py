@@ -66,6 +66,26 @@ def refuse_states(saved: Iterable[SaveKey]) -> None:
             Path(record_path("refused", 0)).write_bytes(json.dumps(states).encode())
 
 
+def opened_directories(round: int | None = None) -> list[str]:
+    """The checkpoint directories that rank 0 has opened in a round, if it ran on this node.
+
+    `round`: None is this one.
+    """
+    try:
+        directories: list[str] = json.loads(Path(record_path("directories", 0, round)).read_bytes())
+    except (OSError, ValueError, KeyError):
+        return []
+    return directories
+
+
+def note_directory(directory: Path) -> None:
+    """Keep for the next round that rank 0 has opened this one."""
+    if "ELASTICD_HEARTBEAT" in os.environ:
+        with contextlib.suppress(OSError):
+            opened = [*opened_directories(), os.fsdecode(directory)]
+            Path(record_path("directories", 0)).write_text(json.dumps(opened), encoding="ascii")
+
+
 def device_if_gpu(device: torch.device) -> torch.device | None:
     """The device if it is one whose generator is recorded."""
     return device if device.type == "cuda" else None
