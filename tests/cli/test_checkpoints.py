@@ -118,6 +118,14 @@ def test_prune_keeps_the_newest_the_milestones_and_the_last_good_one(
     assert sorted(path.name for path in directory.glob("r*")) == ["r1-s20", "r1-s30", "r1-s40"]
 
 
+def test_prune_by_root_leaves_a_lock_that_the_user_can_open(directory: Path) -> None:
+    """In a directory that was copied without its lock. For others than root it is their own."""
+    if os.geteuid() == 0:
+        os.chown(directory, 65534, 65534)
+    assert main(["checkpoints", "prune", str(directory)]) == 0
+    assert (directory / ".lock").stat().st_uid == directory.stat().st_uid
+
+
 def test_prune_refuses_a_directory_in_use(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,8 +52,17 @@ class DirectoryLock:
             return
         make_durable_directory(self._path.parent)
         # Not through a link: root may prune the directory of a user, who could point it at a file of others.
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
+            fd = os.open(self._path, flags | os.O_EXCL, 0o600)
+            is_new = True
+        except FileExistsError:
+            fd, is_new = os.open(self._path, flags, 0o600), False
+        try:
+            if is_new and os.geteuid() == 0:  # the jobs of the directory's user have to open it, too
+                owner = os.stat(self._path.parent)
+                with contextlib.suppress(OSError):  # root of another machine or container
+                    os.fchown(fd, owner.st_uid, owner.st_gid)
             self._lock(fd)
         except BaseException:
             os.close(fd)
