@@ -167,6 +167,10 @@ class Chooser:
         self._undamaged = ""
         """The first of those skipped that another start may read, with the reason why this one cannot."""
         self.entry: Entry | None = None
+        self.is_on_trial = False
+        """A newer state is passed over, as restarts have made no progress from it. That may have another cause: until
+        the older one has been trained from and saved, the newer one stays what others resume from.
+        """
 
     def choose(self) -> Choice | None:
         """The newest state that has not been rejected; None if there is none. Raises CheckpointError, OSError."""
@@ -275,7 +279,7 @@ class Chooser:
             else:
                 newest, on_disk = None, self.go_back(self._step, on_disk)
         if older := self._older_than_suspect(in_memory[0] if newest else None, in_memory, on_disk):
-            newest, on_disk = None, older
+            newest, on_disk, self.is_on_trial = None, older, True
         return newest, on_disk
 
     def _is_newest(self, held: Snapshot, on_disk: list[Entry]) -> bool:

@@ -519,7 +519,7 @@ class Restore:
     def _take_ownership(self, choice: Choice) -> None:
         """Make the state this round's first, so that what older rounds write later is not loaded."""
         try:
-            if self._chooser.entry is not None:
+            if self._chooser.entry is not None and not self._chooser.is_on_trial:
                 checkpoint_files.relink(self._directory, self._chooser.entry, self._context.round)
             elif choice.in_memory:
                 self._adopt_in_memory(choice)

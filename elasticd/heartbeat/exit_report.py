@@ -17,7 +17,7 @@ from typing import Protocol
 CONNECTION_LOST_PHRASES = ("closed by peer", "reset by peer", "broken pipe", "connection was likely closed")
 """Words of gloo, torch's store and the kernel, in lower case: the process at the other end is gone."""
 _MISSED_RANKS_ERRORS = tuple(f"elasticd.errors.{name}" for name in ("MissedCall", "DecisionTimeout", "BarrierTimeout"))
-"""What a session call raises for ranks that do not come; by name, as the launcher and the script each import it."""
+"""The errors of a session call for ranks that do not come; by name: the launcher and the script each import theirs."""
 _MAX_MESSAGE_CHARACTERS = 1000
 _MAX_BASES = 8
 

@@ -83,6 +83,19 @@ def test_state_from_which_no_restart_progresses_is_left_for_an_older_one(job: St
 
 
 @pytest.mark.system
+def test_state_that_was_no_cause_is_what_the_next_run_resumes_from(job: StartJob, tmp_path: Path) -> None:
+    """No restart can train, as the data are away for a moment, say: neither from the newest state nor from an older."""
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    faults = [Fault(1, step, "exit 3", number) for number, step in enumerate((23, 21, 16, 16), start=1)]
+    run = job("resume.py", "--steps", "30", faults=faults, flags=flags)
+    assert run.wait() == 1
+    assert [event["step"] for event in run.events("resumed")] == [20, 15, 15]
+    again = job("resume.py", "--steps", "30", flags=flags)
+    assert again.wait() == 0
+    assert again.event("resumed")["step"] == 20
+
+
+@pytest.mark.system
 def test_ranks_save_at_a_fault_after_the_writer_has_died(job: StartJob) -> None:
     """Its successor is started by the ranks themselves."""
     run = job("donor.py", "--steps", "100000", flags=["--checkpoint-dir", "checkpoints"])
