@@ -159,7 +159,7 @@ def test_what_has_to_be_equal_on_all_ranks(mesh: DeviceMesh) -> None:
 def test_buffers_and_groups_are_those_of_rank_0(mesh: DeviceMesh) -> None:
     model = nn.Sequential(shard(nn.Linear(6, 4), mesh), nn.BatchNorm1d(4))
     model.register_buffer("divided", distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
-    attached = {"model": model, "optimizer": trained(model)}
+    attached: dict[str, Any] = {"model": model, "optimizer": trained(model)}
     buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     first, second = (sharded.nested_state(attached, rank) for rank in (0, 1))
     assert first["model"].keys() - second["model"].keys() == buffers
@@ -209,6 +209,19 @@ def test_state_that_was_saved_is_loaded(tmp_path: Path) -> None:
     save(sharded.nested_state(saved, 0), tmp_path)
     load(target, tmp_path)
     assert equal(training_state.collect_states(target), training_state.collect_states(saved))
+
+
+def test_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
+    """And a setting that no optimizer has, such as a scheduler's, is kept."""
+    model = nn.Linear(2, 2)
+    attached: dict[str, Any] = {"model": model, "optimizer": trained(model)}
+    save(sharded.nested_state(attached, 0), tmp_path)
+    attached["optimizer"].param_groups[0]["initial_lr"] = 0.5
+    load(attached, tmp_path)
+    assert attached["optimizer"].param_groups[0]["initial_lr"] == 0.5
+    other = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with pytest.raises(CheckpointError, match=r"another optimizer than SGD.* has no dampening, momentum"):
+        load({"model": model, "optimizer": other}, tmp_path)
 
 
 def test_optimizer_without_a_state_gets_all_of_it(tmp_path: Path) -> None:

@@ -245,10 +245,11 @@ def load_attached(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> Non
             if owners[id(parameter)] in values
         }
         settings = [{key: value for key, value in group.items() if key != "params"} for group in saved]
-        own = part.state_dict()[GROUPS_KEY]
-        part.load_state_dict(
-            {STATE_KEY: own_values, GROUPS_KEY: [{**group, **new} for group, new in zip(own, settings, strict=True)]}
-        )
+        own, before = part.state_dict()[GROUPS_KEY], [list(group) for group in part.param_groups]
+        kept = [{key: value for key, value in group.items() if key not in part.defaults} for group in own]
+        groups = [{**group, **new} for group, new in zip(kept, settings, strict=True)]
+        part.load_state_dict({STATE_KEY: own_values, GROUPS_KEY: groups})
+        training_state.check_optimizer_class(part, before)
         if part is not obj:
             for group, new in zip(obj.param_groups, settings, strict=True):
                 group.update(new)

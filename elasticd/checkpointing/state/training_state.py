@@ -212,7 +212,7 @@ def _load_one(target: Any, state: Any, in_place: Collection[int]) -> None:
     elif isinstance(target, Optimizer):
         before, settings = dict(target.state), [list(group) for group in target.param_groups]
         target.load_state_dict(state)
-        _check_optimizer_class(target, settings)
+        check_optimizer_class(target, settings)
         _replace_mapped(target.state, before, mapped)
         if mapped.isdisjoint(storage_addresses(target.state)):
             return
@@ -222,7 +222,7 @@ def _load_one(target: Any, state: Any, in_place: Collection[int]) -> None:
     target.load_state_dict(with_compiled_keys(_deep_copy(state), target))
 
 
-def _check_optimizer_class(optimizer: torch.optim.Optimizer, before: list[list[str]]) -> None:
+def check_optimizer_class(optimizer: torch.optim.Optimizer, before: list[list[str]]) -> None:
     """Raises CheckpointError where it has loaded the state of an optimizer of another class: its next step would be a
     KeyError. `before` are the names of each group's settings.
     """
