@@ -37,7 +37,7 @@ from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.notice_options import parse_notice_service
 from elasticd_agent.model import log_events as events
-from elasticd_agent.model.job import Rendezvous
+from elasticd_agent.model.job import REQUEUE_EXIT_CODE, Rendezvous
 from elasticd_agent.model.phrases import listing
 from elasticd_agent.model.version import version
 from elasticd_agent.store import Store
@@ -73,7 +73,7 @@ from elasticd_daemon.job_dir import job_files
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.loop import LoopDependencies, Message, MustReplace, NodeLoop, SignalRequest, Wakeup
 from elasticd_daemon.metrics import AUDITED_REQUESTS, NodeMetrics, RunnerScraper, health_samples, merge_pages
-from elasticd_daemon.registration import NodeStatusPublisher, inventory
+from elasticd_daemon.registration import NodeNameConflict, NodeStatusPublisher, inventory
 from elasticd_daemon.runners import versions
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.spawn import SpecBuilder
@@ -101,7 +101,10 @@ _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
 
 
 def agent(argv: Sequence[str]) -> int:
-    """Returns 0 once it has left on request; raises UsageError for a configuration that cannot work here."""
+    """Returns 0 once it has left on request, 75 where this machine or the store keeps it from starting now.
+
+    Raises UsageError for a configuration that cannot work here.
+    """
     options = build_parser().parse_args(argv)
     if options.supervised:
         from elasticd_daemon.supervisor import supervise
@@ -116,16 +119,23 @@ def agent(argv: Sequence[str]) -> int:
     faulthandler.enable()  # systemd's watchdog ends a hung agent with SIGABRT: the journal then has its stacks
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with signals_to_inbox(inbox):
-        with contextlib.ExitStack() as stack:
-            notifier = take_notifier(os.environ)
-            replaces = _run_agent(
-                settings,
-                lambda: load(options.config, os.environ),
-                lambda: installed_version_error(argv),
-                inbox,
-                notifier,
-                stack,
-            )
+        try:
+            with contextlib.ExitStack() as stack:
+                notifier = take_notifier(os.environ)
+                replaces = _run_agent(
+                    settings,
+                    lambda: load(options.config, os.environ),
+                    lambda: installed_version_error(argv),
+                    inbox,
+                    notifier,
+                    stack,
+                )
+        except NodeNameConflict as error:
+            raise UsageError(str(error)) from None
+        except UsageError as error:
+            # The configuration has been read. An interface without its address yet or a read-only disk may recover.
+            print(f"elasticd agent: error: {error}", file=sys.stderr)
+            return REQUEUE_EXIT_CODE
         if replaces:
             _exec_replacement(notifier, inbox)
     return 0
@@ -473,7 +483,8 @@ def build_parser() -> argparse.ArgumentParser:
         "agent",
         "Runs for months on one node: registers it, runs the jobs scheduled there, drains on request.",
         "SIGTERM drains the node and ends the agent, SIGHUP reloads its configuration, SIGUSR2 replaces it by "
-        "the installed version while jobs continue. Exit codes: 0 left on request, 2 usage. More: elasticd docs agent",
+        "the installed version while jobs continue. Exit codes: 0 left on request, 2 usage, 75 this machine or the "
+        "store keeps it from starting now. More: elasticd docs agent",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="agent.toml; otherwise defaults and ELASTICD_…")
     parser.add_argument(

@@ -336,12 +336,13 @@ class NodeLoop:
             wait_s = 2 * float(self.settings.lease_s) + NAME_CONFLICT_MARGIN_S
             self._name_taken_since = now if self._name_taken_since is None else self._name_taken_since
             if not self._registered and now >= self._name_taken_since + wait_s:
-                raise UsageError(str(error)) from None
+                raise
             if self._registered and str(error) != self._reported_name_conflict:
                 self._reported_name_conflict = str(error)
                 self._parts.journal.warn(f"{error}; running jobs continue")
         except (StoreRefused, WireError) as error:
-            # An agent that has come back to its jobs stays: without it they would leave.
+            # An agent that has come back to its jobs stays: without it they would leave. Others begin again, with
+            # the certificate and the password that are on the disk then.
             if isinstance(error, StoreRefused) and not self._registered and not self._adopted:
                 raise
             self._on_store_unavailable(str(error), now)

@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 
 from elasticd.errors import StoreUnavailable
 from elasticd.sigterm import TOGETHER_S
-from elasticd_agent.model.job import Rendezvous
+from elasticd_agent.model.job import REQUEUE_EXIT_CODE, Rendezvous
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_daemon import agent
 from elasticd_daemon import keys as names
@@ -44,9 +45,19 @@ def test_second_agent_with_the_same_state_directory_is_refused(node: MakeNode) -
     n1 = node().start()
     twin = node("n2", root=n1.root / "twin", state_dir=n1.state)
     twin.start(wait=False)
-    assert twin.wait() == 2
+    assert twin.wait() == REQUEUE_EXIT_CODE
     line = f"state_dir {n1.state}: another agent uses it (pid {n1.pid}); give each agent its own"
     assert twin.log == f"elasticd agent: error: {line}\n"
+    assert n1.drain() == 0
+
+
+def test_agent_is_started_again_until_it_can_listen(node: MakeNode) -> None:
+    """As at a boot, where an interface gets its address late: systemd leaves an agent alone that ends with code 2."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        n1 = node(http={"port": other.getsockname()[1]})
+        n1.start("--supervised", wait=False)
+        n1.wait_for_log(f"the agent ended with code {REQUEUE_EXIT_CODE} and is started again")
+    n1.event("node_registered")
     assert n1.drain() == 0
 
 
@@ -137,7 +148,7 @@ def test_second_agent_with_the_same_name_is_refused(nodes: MakeNode) -> None:
 
 @pytest.mark.system
 def test_agent_whose_jobs_run_starts_although_the_store_refuses_it(nodes: MakeNode, etcd: EtcdServers) -> None:
-    """Without jobs it ends at once, and is not started again: its configuration is wrong, as a rule."""
+    """Without jobs it ends at once, and is started again: with the certificate and the password of then."""
     n1 = nodes("n1", drain_timeout="3s")
     sleeping(n1)
     n1.start()
@@ -150,7 +161,7 @@ def test_agent_whose_jobs_run_starts_although_the_store_refuses_it(nodes: MakeNo
     assert n1.drain() == 0
     assert not any(map(lives, workers))
     n1.start(wait=False)
-    assert n1.wait() == 2
+    assert n1.wait() == REQUEUE_EXIT_CODE
 
 
 @pytest.mark.system
