@@ -38,6 +38,8 @@ command -v systemctl >/dev/null || refuse "systemctl not found; without systemd 
 version=$(systemctl --version | sed -n '1s/^systemd \([0-9]*\).*/\1/p')
 [ "$version" -ge 246 ] || refuse "systemd $version is too old: the unit needs 246 (TimeoutStartFailureMode=) or newer"
 
+umask 022 # a hardened root's own would close the program to the user elasticd
+
 # --- the user that runs jobs and owns their checkpoints ----------------------------------------------------------------
 getent group elasticd >/dev/null || groupadd --system elasticd
 getent passwd elasticd >/dev/null || useradd --system --gid elasticd --home-dir /var/lib/elasticd --no-create-home \

@@ -72,7 +72,8 @@ def follow(machine: Nspawn, block: str, folder: str) -> str:
         limit = "timeout 2 " if INTERACTIVE.match(words.removeprefix("sudo ")) else ""
         deadline = time.monotonic() + 20
         while True:
-            done = machine.run("bash", "-c", f"cd {folder} && {limit}{words}", env=ENV, check=False, timeout=150)
+            typed = f"umask 077; cd {folder} && {limit}{words}"  # as hardened machines have it for root
+            done = machine.run("bash", "-c", typed, env=ENV, check=False, timeout=150)
             # An upgrade takes the agent away for about a second, which docs/operations.md says.
             if "no agent answers" not in done.stderr or time.monotonic() > deadline:
                 break
