@@ -57,7 +57,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     text = [f".SS elasticd {name} {_escaped(arguments)}".rstrip(), _escaped(parser.description or COMMANDS[name].help)]
     formatter = argparse.HelpFormatter(parser.prog)
     for action in parser._actions:
-        if action.option_strings and not isinstance(action, argparse._HelpAction):
+        if action.option_strings and not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
             text += [".TP", f".B {_escaped(_names(action))}", _escaped(formatter._expand_help(action))]
     if parser.epilog:
         text += [".PP", _escaped(parser.epilog)]
