@@ -115,6 +115,7 @@ class NodeChecks:
         """
         self._settings = settings
         self._environ = environ
+        self._devices = settings.devices(environ)  # those that jobs get, whatever appears later
         self._on_event = on_event
         self._nvml = NvmlClient(({"do": "events", "gpus": ()},), self._on_nvml_event)
         self._events: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
@@ -149,16 +150,20 @@ class NodeChecks:
 
     def all_reduce(self) -> CheckResult:
         slots = self._settings.slot_count(self._environ)
-        devices = self._settings.devices(self._environ)[:slots]
+        devices = self._devices[:slots]
         return check_all_reduce(sys.executable, range(slots), devices, self._environ, stop=self._stop.fileno())
 
     def _check_gpus(self, max_gpus_seen: int) -> list[CheckResult]:
-        devices, visible = self._settings.devices(self._environ), self._visible_gpus()
+        devices, visible = self._devices, self._visible_gpus()
         expected = self._settings.health.gpus
         if expected is None:
             expected = len(devices) if visible is not None else max(max_gpus_seen, len(devices))
         if not expected and not devices:
             return [skipped(gpu_checks.PRESENCE_CHECK, "this machine has no GPUs")]
+        now = len(self._settings.devices(self._environ))
+        if len(devices) < min(expected, now):  # the driver came late: jobs would share GPUs, or CPUs be slots
+            why = f"{now} GPUs found, but {len(devices)} at the agent's start: replace it (SIGUSR2)"
+            return [failed(gpu_checks.PRESENCE_CHECK, why)]
         if not find_pynvml():
             if not devices:  # as without a driver: CPUs would be slots in place of the GPUs
                 return [failed(gpu_checks.PRESENCE_CHECK, gpu_checks.missing_gpus_reason(0, expected))]
@@ -174,7 +179,7 @@ class NodeChecks:
 
     def _visible_gpus(self) -> tuple[str, ...] | None:
         """The GPUs that the agent may use; None: all."""
-        return self._settings.devices(self._environ) if "CUDA_VISIBLE_DEVICES" in self._environ else None
+        return self._devices if "CUDA_VISIBLE_DEVICES" in self._environ else None
 
     def _on_nvml_event(self, what: Mapping[str, Any]) -> None:
         result = gpu_checks.event_result(what, self._visible_gpus())

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from elasticd_agent.system.gpus.nvml import NvmlClient
 from elasticd_agent.system.processes import procfs
@@ -217,3 +218,14 @@ def test_machine_that_has_lost_all_gpus_needs_no_pynvml(node: Node, monkeypatch:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "pynvml.py").exists()])
     found = node.run(most_gpus=2)["gpus"]
     assert (found.outcome, found.why) == ("failed", "0 GPUs found, 2 expected (health.gpus sets the number)")
+
+
+def test_gpus_that_appear_after_the_agents_start_are_not_used(node: Node, nvml: Says) -> None:
+    """As where the driver's module is built after a boot with a new kernel: the agent's slots are CPUs."""
+    nvml()
+    assert node.run(most_gpus=2)["gpus"].outcome == "failed"
+    nvml([], [])
+    node.checks().update(replace(node.settings, gpus_of_slots=("0", "1")))
+    found = node.run(most_gpus=2)["gpus"]
+    why = "2 GPUs found, but 0 at the agent's start: replace it (SIGUSR2)"
+    assert (found.outcome, found.why) == ("failed", why)
