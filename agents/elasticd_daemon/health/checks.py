@@ -158,6 +158,8 @@ class NodeChecks:
         expected = self._settings.health.gpus
         if expected is None:
             expected = len(devices) if visible is not None else max(max_gpus_seen, len(devices))
+            if any(name.startswith("MIG-") for name in devices):
+                expected = 1  # of how many GPUs these are parts only the driver knows
         if not expected and not devices:
             return [skipped(gpu_checks.PRESENCE_CHECK, "this machine has no GPUs")]
         now = len(self._settings.devices(self._environ))

@@ -229,3 +229,9 @@ def test_gpus_that_appear_after_the_agents_start_are_not_used(node: Node, nvml: 
     found = node.run(most_gpus=2)["gpus"]
     why = "2 GPUs found, but 0 at the agent's start: replace it (SIGUSR2)"
     assert (found.outcome, found.why) == ("failed", why)
+
+
+def test_parts_of_a_gpu_are_not_counted_as_gpus(gpu_node: Node, nvml: Says) -> None:
+    nvml([])
+    gpu_node.environ["CUDA_VISIBLE_DEVICES"] = "MIG-1,MIG-2"
+    assert gpu_node.with_settings(gpus_of_slots=("MIG-1", "MIG-2")).run(most_gpus=2)["gpus"].outcome == "passed"
