@@ -300,12 +300,13 @@ def test_reload(service: AgentService) -> None:
 
 
 def test_agent_of_root_runs_jobs_as_their_users(service: AgentService) -> None:
-    """With the two lines that docs/systemd.md gives."""
+    """With the lines that docs/systemd.md gives."""
     machine = service.machine
     machine.run("systemctl", "stop", UNIT, timeout=120)
     machine.run("sh", "-c", f"rm -rf {WORK}/* /var/lib/elasticd/*; useradd alice")
     machine.run("chown", "-R", "alice:", WORK)
-    machine.write(f"/etc/systemd/system/{UNIT}.d/root.conf", "[Service]\nUser=\nCapabilityBoundingSet=~\n")
+    drop_in = "[Service]\nUser=\nCapabilityBoundingSet=~\nStateDirectoryMode=0711\n"
+    machine.write(f"/etc/systemd/system/{UNIT}.d/root.conf", drop_in)
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", UNIT)
     submit(machine, JOB.replace('id = "train"', 'id = "hers"\nuser = "alice"'))

@@ -189,6 +189,9 @@ class RunnerManager:
             if liveness.has_processes(files):
                 runner.keeper = liveness.lock_owner(files.keeper_lock)
                 self._runners[runner.key] = runner
+                if runner.job_uid not in (None, os.geteuid()):
+                    with contextlib.suppress(OSError):  # systemd gives StateDirectory= its own mode at each start
+                        self._let_users_pass()
                 self._open_pidfd(runner)
                 if why := liveness.requested_stop(files.lock):  # once more, SIGTERM would kill its workers at once
                     runner.stop_requested, runner.state, runner.why = True, "leaving", why
@@ -286,8 +289,7 @@ class RunnerManager:
         files.end_mark.touch(0o600)  # now, because a full disk may have no room for it later
         os.utime(files.end_mark, (0, 0))
         if account is not None and account.uid != os.geteuid():
-            for above in (self._state, files.root.parent):
-                above.chmod(0o711)  # its user can reach its own folder, and list no other
+            self._let_users_pass()
             fd = os.open(files.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(fd).st_uid not in (os.geteuid(), account.uid):
@@ -298,6 +300,11 @@ class RunnerManager:
             finally:
                 os.close(fd)
         return files
+
+    def _let_users_pass(self) -> None:
+        """Let users reach their jobs' own folders, and list no others."""
+        for folder in (self._state, self._state / "jobs"):
+            folder.chmod(0o711)
 
     def request_stop(self, job: str, number: int, why: str, within_s: float) -> bool:
         """SIGTERM; `poll` escalates after `within_s`. False: there is no such runner, or its stop was requested."""

@@ -132,6 +132,27 @@ def test_job_of_another_user_cannot_read_the_stores_credentials(
     n1.assert_gone()
 
 
+@pytest.mark.system
+def test_directory_that_systemd_has_closed_is_opened_for_the_jobs_that_run(node: MakeNode, open_place: Path) -> None:
+    """StateDirectoryMode= counts at each start of the unit, also after a crash of the agent."""
+    n1 = node("n1", root=open_place / "n1")
+    usable_by_others(n1)
+    theirs(n1)
+    n1.start()
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
+    runner, (worker,) = n1.runner("one"), n1.workers("one")
+    n1.kill()
+    n1.state.chmod(0o700)
+    n1.start()
+    n1.wait_for_log(f"adopted its runner (pid {runner})")
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: (n1.files("one").logs / "round-2").exists(), n1.diagnostics)
+    assert n1.runner("one") == runner
+    assert n1.drain() == 0
+    assert n1.wait_for_exit("one").outcome == "left"
+    n1.assert_gone()
+
+
 def test_job_that_this_node_cannot_run_is_refused_once(node: MakeNode) -> None:
     n1 = node()
     n1.job("one", "/no/such/script.py", workers=1)
