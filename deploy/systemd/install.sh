@@ -114,7 +114,11 @@ if [ ! -e /etc/elasticd/token ]; then
         install -o root -g elasticd -m 0640 /dev/stdin /etc/elasticd/token
     say "wrote /etc/elasticd/token; all nodes of a cluster need the same one"
 fi
-as_elasticd "$python" -m elasticd_agent config check /etc/elasticd/agent.toml >/dev/null ||
+settings=() # those that the unit takes from agent.env, and that agent.toml may lack
+while IFS= read -r line; do
+    if [[ $line =~ ^([A-Z_]+)=[\"\']?(.*[^\"\'])[\"\']?$ ]]; then settings+=("${BASH_REMATCH[1]}=${BASH_REMATCH[2]}"); fi
+done < <(grep -s '^ELASTICD_' /etc/elasticd/agent.env)
+as_elasticd env "${settings[@]}" "$python" -m elasticd_agent config check /etc/elasticd/agent.toml >/dev/null ||
     refuse "/etc/elasticd/agent.toml is wrong; the service was not changed"
 
 # --- the service ------------------------------------------------------------------------------------------------------

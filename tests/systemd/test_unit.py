@@ -96,6 +96,17 @@ def service(installed: Nspawn, until: Until) -> Iterator[UnitService]:
     installed.run("sh", "-c", f"rm -rf {STATE}/*")
 
 
+def test_install_checks_the_settings_of_the_environment_file_too(installed: Nspawn) -> None:
+    """They need not be in agent.toml; an upgrade was refused for the lack of them."""
+    right = installed.output_of("cat", "/etc/elasticd/agent.toml")
+    installed.write("/etc/elasticd/agent.toml", '[store]\nbackend = "etcd"\n')
+    installed.write("/etc/elasticd/agent.env", 'ELASTICD_STORE_ENDPOINTS="http://10.0.0.1:2379"\n')
+    install = str(REPOSITORY / "deploy" / "systemd" / "install.sh")
+    installed.run(install, "--python", sys.executable, "--prefix", "/srv/elasticd", "--no-start")
+    installed.write("/etc/elasticd/agent.toml", right)
+    installed.run("rm", "/etc/elasticd/agent.env")
+
+
 def test_stop_timeout_leaves_no_process(service: UnitService) -> None:
     runner = service.runner
     service.command("stubborn")
