@@ -63,7 +63,8 @@ An error is one line on stderr and exit code 2, and nothing is started:
 
 The check covers this machine. Files with secrets exist, and only their owner and group can read them (`root:elasticd`
 0640 is the mode of mounted secrets in containers). Certificates belong to their keys, users exist, and `slots` does
-not exceed the number of GPUs. The file itself must not be writable by everybody, as it can name commands.
+not exceed the number of GPUs. The file itself must not be writable by everybody, as it can name commands. Run it as
+the agent's user (`sudo -u elasticd`): root reads files that the agent cannot.
 
 **Values.** A time is in seconds, or text with its unit: `0.5`, `"500ms"`, `"5s"`, `"2m"`, `"1.5h"`, `"7d"`. A size is
 in bytes, or text: `"500MB"`, `"10GiB"`. Paths are absolute. The file may be JSON if its name ends so. A key given

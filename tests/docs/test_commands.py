@@ -35,7 +35,7 @@ def typed(text: str) -> Iterator[str]:
 def commands(text: str) -> Iterator[list[str]]:
     """The words from the verb on."""
     for line in typed(text):
-        found = re.match(r"(?:srun .* |sudo )?elasticd (?=[a-z]+ [^:])(?!run --help)(.+)$", line)
+        found = re.match(r"(?:srun .* |sudo (?:-u elasticd )?)?elasticd (?=[a-z]+ [^:])(?!run --help)(.+)$", line)
         if found and "…" not in line and line not in NAMES:
             command = found[1]
             for name, value in VALUES.items():

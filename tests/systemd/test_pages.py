@@ -23,7 +23,7 @@ from tests.systemd.test_agent import UNIT
 
 STAND_INS = {
     "curl": "exec python3 -c 'import sys, urllib.request as r; print(r.urlopen(sys.argv[2]).read().decode())' \"$@\"",
-    "sudo": 'exec "$@"',
+    "sudo": '[ "$1" != -u ] || { u=$2; shift 2; set -- setpriv --reuid=$u --regid=$u --init-groups "$@"; }; exec "$@"',
     "sudoedit": 'test -w "$1"',
     "apt-get": '[ "$*" = "install -y git python3-venv curl" ]',
     "git": '[ "$1 $3" = "clone elasticd" ] && cp -r /root/checkout elasticd',
