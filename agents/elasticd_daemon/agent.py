@@ -182,8 +182,8 @@ def _run_agent(
     def use(address: str) -> None:
         if not address:
             journal.warn(
-                f"http.bind {settings.http.bind} is for this machine only: other nodes cannot ask this one for logs "
-                "and ranks of its jobs; write an address that they can reach, or 0.0.0.0"
+                f"http.bind {settings.http.bind} cannot be reached by other nodes, which ask each other for logs and "
+                "ranks of jobs; write an address that they can reach, 0.0.0.0 for IPv4, or :: for IPv6 and IPv4"
             )
         serving.token_auth.address = address
         loop.set_address(address)
@@ -368,7 +368,7 @@ def find_address(find: Callable[[], str], use: Callable[[str], None], warn: Call
 
 
 def advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int]) -> str:
-    """HOST:PORT of this agent for other nodes; "": they would ask themselves at the loopback address that it has.
+    """HOST:PORT of this agent for other nodes; "": it listens on loopback, or on IPv4 where its address is an IPv6 one.
 
     Raises StoreUnavailable while no name of the store is known.
     """
@@ -380,7 +380,9 @@ def advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to:
         return local_address(endpoints, leave_loopback=leave_loopback)
 
     if host in ("0.0.0.0", "::"):
-        host = reachable(leave_loopback=True)
+        listens, host = host, reachable(leave_loopback=True)
+        if listens == "0.0.0.0" and ":" in host:
+            return ""
     elif endpoints and host.startswith(_LOOPBACK):
         with contextlib.suppress(UsageError):  # no other machine is known
             if not reachable().startswith(_LOOPBACK):

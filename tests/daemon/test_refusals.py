@@ -127,10 +127,12 @@ def test_name_server_that_does_not_answer_does_not_keep_an_agent_from_its_start(
         ("::1", "fd00::7", ""),
         ("127.0.0.1", "127.0.0.1", "127.0.0.1:9411"),
         ("0.0.0.0", "10.0.0.7", "10.0.0.7:9411"),
+        ("0.0.0.0", "fd00::7", ""),
+        ("::", "fd00::7", "[fd00::7]:9411"),
         ("10.0.0.8", "10.0.0.7", "10.0.0.8:9411"),
     ],
 )
-def test_address_that_leads_others_to_themselves_is_not_told(bound: str, local: str, address: str) -> None:
+def test_address_that_does_not_lead_others_to_this_node_is_not_told(bound: str, local: str, address: str) -> None:
     settings: Any = SimpleNamespace(local_addr=local)
     etcd = Rendezvous(backend="etcd", endpoints=(("10.0.0.1", 2379),))
     assert agent.advertised_address(settings, etcd, (bound, 9411)) == address
