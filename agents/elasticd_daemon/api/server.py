@@ -91,9 +91,13 @@ class _UnixServer(HttpServer):
         # No client can connect before the socket listens, so its mode is set in time.
         with short_path(path) as name:
             self.socket.bind(name)
+        mode = self.authenticator.socket_mode
         if len(self.authenticator.groups) == 1:
-            os.chown(path, -1, *self.authenticator.groups)
-        os.chmod(path, self.authenticator.socket_mode)
+            try:
+                os.chown(path, -1, *self.authenticator.groups)
+            except PermissionError:  # an agent that is not root gives files to its own groups only
+                mode = 0o666
+        os.chmod(path, mode)
         self.server_name = "elasticd"
         self.server_port = 0
 

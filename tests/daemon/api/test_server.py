@@ -218,12 +218,17 @@ def test_unix_socket_uses_peer_credentials(open_folder: Path) -> None:
     wheres: list[dict[str, Any]] = [{}, {"users": (str(nobody),)}, {"groups": (str(nobody),)}]
     for i in range(len(wheres)):
         (open_folder / str(i)).mkdir(mode=0o755)
+    (open_folder / "theirs").mkdir(mode=0o755)
+    os.chown(open_folder / "theirs", nobody, nobody)
     before = os.umask(0o077)  # as the agent has it
     try:
         closed, by_user, by_group = made = [
             Served(open_folder / str(i), where=where, front=lines.routes) for i, where in enumerate(wheres)
         ]
+        os.seteuid(nobody)
+        made.append(of_others := Served(open_folder / "theirs", where={"groups": ("12345",)}))
     finally:
+        os.seteuid(0)
         os.umask(before)
     script = """
 import os, socket, sys
@@ -254,6 +259,8 @@ except OSError as error:
     assert requested(by_group, 12345, nobody) == "200"
     assert requested(by_group, 12345, 12345, 4, nobody) == "200", "a supplementary group counts, too"
     assert requested(by_group, 12345, 12345) == "Permission denied"
+    assert mode(of_others) == 0o666, "an agent that is not root may not give its socket to a group that it is not in"
+    assert [requested(of_others, 54321, gid) for gid in (12345, 54321)] == ["200", "403"]
     closed.socket.chmod(0o666)
     assert requested(closed, 12345, 12345) == "403", "whatever the file's mode, the kernel's word counts"
     assert lines.rows() == [("uid 12345", "denied", "GET /status", 403)] * 2
