@@ -55,7 +55,11 @@ if [ -z "$python" ]; then
         from=$here/../..
         [ -e "$from/pyproject.toml" ] || refuse "this script is in no checkout: name what to install, --from WHAT"
     fi
-    [ -x "$python" ] || python3 -m venv "$prefix/venv" || refuse "no virtual environment (Debian: apt install python3-venv)"
+    if [ ! -x "$python" ]; then
+        python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+            refuse "python3 is older than 3.10: make an environment of a newer one that has elasticd, and use --python"
+        python3 -m venv "$prefix/venv" || refuse "no virtual environment (Debian: apt install python3-venv)"
+    fi
     say "pip installs $from into $prefix/venv"
     # All that it depends on but torch, which is installed with it, from the index in pip's variables, unless it is there.
     "$python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$here/../requirements.txt"
