@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elasticd.errors import UsageError
 from elasticd_agent.model.log_events import LogEvent
 from elasticd_agent.telemetry import event_log
 from elasticd_agent.telemetry.console import Console
@@ -25,13 +25,11 @@ class AgentJournal:
         self.audit = self._open(logs, "audit.jsonl", node)
 
     def _open(self, logs: Path | None, name: str, node: str) -> event_log.EventSink:
-        if logs is not None:
-            try:
-                logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-                return event_log.open_event_log(logs / name, "", node, MAX_LOG_BYTES)
-            except (OSError, UsageError) as error:
-                self.log(f"this agent does not write {name}: {error}")
-        return event_log.NullEventLog()
+        if logs is None:
+            return event_log.NullEventLog()
+        with contextlib.suppress(OSError):  # it may be made, or mounted, while the agent runs
+            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return event_log.EventLog(logs / name, "", node, MAX_LOG_BYTES, must_open=False)
 
     def log(self, sentence: str) -> None:
         self._console.log(_one_line(sentence))

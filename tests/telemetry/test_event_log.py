@@ -106,6 +106,19 @@ def test_a_full_log_is_rotated_and_a_removed_one_recreated(tmp_path: Path) -> No
     assert log.lines_lost == 0
 
 
+def test_a_directory_that_cannot_be_made_yet_costs_no_line(tmp_path: Path) -> None:
+    """An agent's: its file system may be mounted, or made writable, while the agent runs."""
+    away = tmp_path / "away"
+    log = EventLog(away / "logs" / "events.jsonl", "", "n", most_bytes=2000, must_open=False)
+    log.write(ended("before"))
+    away.mkdir()
+    log.write(ended("after"))
+    log.close()
+    log.close()
+    assert [line["reason"] for line in lines(away / "logs" / "events.jsonl")] == ["before", "after"]
+    assert log.lines_lost == 0
+
+
 def test_without_a_path_nothing_is_done() -> None:
     log = open_event_log(None, "j", "n")
     assert isinstance(log, NullEventLog)
@@ -165,7 +178,7 @@ def test_a_full_disk_delays_lines(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     log.close()
     assert log.lines_lost == 0
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "only a part of a line could be written; the job continues, and the lines are written later"
+        "only a part of a line could be written; its lines are written later"
     ]
     whole = [json.loads(line)["reason"] for line in path.read_bytes().splitlines() if line.endswith(b"}")]
     assert whole == ["before", *(f"late {number}" for number in range(5)), *last]

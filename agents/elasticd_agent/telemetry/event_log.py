@@ -67,11 +67,12 @@ class NullEventLog:
 class EventLog:
     """Appends events to a file; `lines_lost` counts those that were given up."""
 
-    def __init__(self, path: Path, job: str, node: str, most_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, job: str, node: str, most_bytes: int | None = None, must_open: bool = True) -> None:
         """Raises UsageError when `path` cannot be opened for appending. Makes its directory if only that is missing.
 
-        `most_bytes`: a file of this size is renamed to `path`.1 and a new one begun, as after a move or removal by a
-        person. Several threads may write.
+        `must_open` False: a file that cannot be opened now is opened by a later write. `most_bytes`: a file of this
+        size is renamed to `path`.1 and a new one begun, as after a move or removal by a person. Several threads may
+        write.
         """
         self.lines_lost = 0
         self._path = path
@@ -82,11 +83,13 @@ class EventLog:
         self._warned = False
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
+        self._fd, self._closed = -1, False
         try:
             self._fd = self._open()
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
-            raise UsageError(f"--event-log {path}: cannot be opened for appending: {why}") from error
+            if must_open or isinstance(error, ValueError):
+                raise UsageError(f"--event-log {path}: cannot be opened for appending: {why}") from error
 
     def _open(self) -> int:
         # O_NONBLOCK: a named pipe without a reader is refused here, and one whose reader stalls costs lines, not time.
@@ -131,6 +134,8 @@ class EventLog:
             # A full disk may take the head of a line, which is then written again as a line of its own.
             line = b"\n" + self._unwritten[0] if self._partial_line else self._unwritten[0]
             try:
+                if self._fd < 0 and not self._closed:
+                    self._fd = self._open()
                 written = os.write(self._fd, line)
             except OSError as error:
                 self._warn_once(error.strerror or str(error))
@@ -144,14 +149,16 @@ class EventLog:
     def _warn_once(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("event log %s: %s; the job continues, and the lines are written later", self._path, why)
+            _log.warning("event log %s: %s; its lines are written later", self._path, why)
 
     def close(self) -> None:
         with self._lock:
-            if self._fd < 0:
+            if self._closed:
                 return
             self._write_all()
-            os.close(self._fd)
+            self._closed = True
+            if self._fd >= 0:
+                os.close(self._fd)
             self._fd = -1
             self.lines_lost += len(self._unwritten)
             self._unwritten.clear()
@@ -159,9 +166,9 @@ class EventLog:
             _log.warning("event log %s: %d lines were lost", self._path, self.lines_lost)
 
 
-def open_event_log(path: Path | None, job: str, node: str, most_bytes: int | None = None) -> EventSink:
+def open_event_log(path: Path | None, job: str, node: str) -> EventSink:
     """The log at `path`, or a null log. Raises UsageError when the file cannot be opened."""
-    return NullEventLog() if path is None else EventLog(path, job, node, most_bytes)
+    return NullEventLog() if path is None else EventLog(path, job, node)
 
 
 def encode(record: LogEvent, job: str, node: str) -> bytes:
