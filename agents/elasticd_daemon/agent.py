@@ -473,6 +473,7 @@ def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> 
         while True:
             if (message := inbox.get_nowait()) in numbers:
                 signal.raise_signal(numbers[message])
+    notifier.feed()  # on a slow disk the check of the installed version took as long as its start will
     os.execve(sys.executable, _own_command(), {**os.environ, **notifier.inherited})
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd_daemon import agent
 from elasticd_daemon.sd_notify import Notifier, take_notifier
 
 
@@ -134,3 +137,16 @@ def test_children_do_not_inherit_the_variables(systemd: SystemdSocket) -> None:
         "WATCHDOG_USEC": "1000000",
         "WATCHDOG_PID": "7",
     }
+
+
+def test_replacement_has_the_watchdogs_whole_time(systemd: SystemdSocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    notifier = take_notifier({"NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "30000000"})
+    executed: list[object] = []
+    monkeypatch.setattr(os, "execve", lambda *how: executed.append(how))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        agent._exec_replacement(notifier, queue.SimpleQueue())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert executed
+    assert not systemd.is_empty()
