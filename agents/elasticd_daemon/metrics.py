@@ -299,9 +299,12 @@ class RunnerScraper:
         self._last: dict[tuple[str, int], tuple[float, bytes]] = {}
 
     def scrape(self, jobs: Sequence[tuple[str, int]]) -> list[bytes]:
-        """Safe from many threads at once."""
+        """Safe from many threads at once. Of two runs of a job, the first of which is leaving, the second counts alone:
+        their series have the same labels.
+        """
         until = time.monotonic() + SCRAPE_TIMEOUT_S
         self._last = {key: known for key, known in list(self._last.items()) if key in jobs}
+        jobs = list(dict(sorted(jobs)).items())
         if len(jobs) < 2:
             pages = [self.fetch_page(key, until) for key in jobs]
         else:

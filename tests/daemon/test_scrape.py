@@ -60,6 +60,17 @@ def test_two_scrapes_at_once() -> None:
     assert len(scraper.scrape(Jobs([("a", 1)]))) == 1
 
 
+def test_job_that_was_submitted_again_while_it_leaves_has_each_series_once() -> None:
+    asked = []
+
+    def ask(job: str, number: int, within_s: float) -> bytes:
+        asked.append((job, number))
+        return job_page(job, number)
+
+    assert len(RunnerScraper("n1", ask).scrape([("b", 1), ("a", 2), ("a", 1)])) == 2
+    assert sorted(asked) == [("a", 2), ("b", 1)]
+
+
 def test_busy_runner_keeps_its_series_for_a_while() -> None:
     now, answers, answer = [0.0], [True], job_page("a", 7)
 
