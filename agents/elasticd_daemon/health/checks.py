@@ -157,7 +157,9 @@ class NodeChecks:
         devices, visible = self._devices, self._visible_gpus()
         expected = self._settings.health.gpus
         if expected is None:
-            expected = len(devices) if visible is not None else max(max_gpus_seen, len(devices))
+            expected = max(max_gpus_seen, len(devices))
+            if visible is not None:  # fewer may have been chosen than before, but not none of those that are named
+                expected = len(devices) or (max_gpus_seen if self._environ["CUDA_VISIBLE_DEVICES"] else 0)
             if any(name.startswith("MIG-") for name in devices):
                 expected = 1  # of how many GPUs these are parts only the driver knows
         if not expected and not devices:

@@ -220,6 +220,14 @@ def test_machine_that_has_lost_all_gpus_needs_no_pynvml(node: Node, monkeypatch:
     assert (found.outcome, found.why) == ("failed", "0 GPUs found, 2 expected (health.gpus sets the number)")
 
 
+@pytest.mark.parametrize(("chosen", "outcome"), [("0,1", "failed"), ("", "skipped")])
+def test_gpus_that_are_named_and_all_lost_are_missed(node: Node, nvml: Says, chosen: str, outcome: str) -> None:
+    """An agent that is to use no GPU misses none."""
+    nvml(broken="init")
+    node.environ["CUDA_VISIBLE_DEVICES"] = chosen
+    assert node.run(most_gpus=2)["gpus"].outcome == outcome
+
+
 def test_gpus_that_appear_after_the_agents_start_are_not_used(node: Node, nvml: Says) -> None:
     """As where the driver's module is built after a boot with a new kernel: the agent's slots are CPUs."""
     nvml()
