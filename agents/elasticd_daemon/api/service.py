@@ -202,7 +202,8 @@ class JobService:
         nodes = [node for node, runner in runners.items() if runner.state in ("starting", "running")]
         if not nodes:
             row = JobList.of(view, self.clock()).by_name[name]
-            raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {row.state}: {row.reason}")
+            why = row.reason if row.reason.startswith(row.state) else f"{row.state}: {row.reason}"
+            raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {why}")
         question = ("POST", f"/v1/local/jobs/{quote(name, safe='')}/dump", {"number": submission.number})
         own = lambda: self.local.dump(name, submission.number)  # noqa: E731
         return {
