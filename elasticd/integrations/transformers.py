@@ -36,7 +36,7 @@ from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
 from elasticd.integrations import check_world_size, refuse_second_training, require
 from elasticd.integrations.accelerate import forget_preparation, reload_ranks
-from elasticd.integrations.loader import ElasticLoader
+from elasticd.integrations.loader import ElasticLoader, batch_sampler_of
 from elasticd.session import Session, init
 
 _WRAPPED_METHODS = ("get_train_dataloader", "compute_loss", "evaluation_loop", "train")
@@ -417,14 +417,24 @@ def _parse_lines(content: bytes) -> list[JsonObject]:
 
 
 def _check_supported(trainer: Any) -> None:
-    if not isinstance(trainer, require("transformers", "transformers").Trainer):
+    base = require("transformers", "transformers").Trainer
+    if not isinstance(trainer, base):
         raise UsageError(f"ElasticdCallback(trainer): {type(trainer).__name__} is no transformers.Trainer")
+    strategy = getattr(trainer.args, "train_sampling_strategy", "")
     shared = any(getattr(trainer, f"get_{kind}_size", int)() > 1 for kind in ("tp", "cp", "sp"))
     reasons = {
         "auto_find_batch_size changes the global batch": trainer.args.auto_find_batch_size,
         "DeepSpeed keeps a state of its own on every rank": trainer.is_deepspeed_enabled,
         "Trainer's FSDP keeps a part of the state on every rank": trainer.is_fsdp_enabled,
         "tensor, context and sequence parallelism share batches between ranks": shared,
+        "batch_rebalance makes batches of its own": strategy == "batch_rebalance",
     }
     if why := next((why for why, applies in reasons.items() if applies), None):
         raise UsageError(f"ElasticdCallback: {why}; leave it out, or resume from Trainer's own checkpoints")
+    if getattr(trainer.get_train_dataloader, "__func__", None) is not base.get_train_dataloader:
+        size, usual = batch_sampler_of(trainer.get_train_dataloader()).batch_size, trainer.args.train_batch_size
+        if size != usual:
+            raise UsageError(
+                f"ElasticdCallback: {type(trainer).__name__} takes batches of {size} samples, not of the {usual} of "
+                "per_device_train_batch_size; resume from Trainer's own checkpoints"
+            )

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elasticd.integrations import automatic
 from elasticd.integrations.transformers import ElasticdCallback
-from examples import lightning_fit
+from examples import hf_trainer, lightning_fit
 from tests.examples.launching import REPOSITORY, Ran, Run
 from tests.frameworks.jobs import Job
 from tests.frameworks.test_loops import FRAMEWORKS, TRANSFORMERS, Framework
-from tests.frameworks.test_refusals import trainer
+from tests.frameworks.test_refusals import trainer, with_loader
 
 AUTO = ("--integrate", "auto")
 LIGHTNING = FRAMEWORKS[2]
@@ -160,6 +160,20 @@ def test_second_fit_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             trainer.fit(module, DataLoader(TensorDataset(x, x), batch_size=4))
         assert trainer.global_step == 4
     assert len(automatic.ended_trainings) == 1
+
+
+@pytest.mark.usefixtures("method")
+@pytest.mark.filterwarnings("default")
+def test_loader_that_the_callback_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer trains as without elasticd."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setenv("ELASTICD_CHECKPOINT_DIR", str(tmp_path / "own"))
+    automatic.integrate(transformers.trainer)
+    one = with_loader(DataLoader(hf_trainer.Counting(8), batch_size=4), tmp_path)
+    assert one.train().global_step == 2
+    assert "Trainer is left alone: ElasticdCallback: Own takes batches of 4 samples" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("method")

@@ -64,6 +64,7 @@ def test_trainer_that_takes_each_rank_for_the_only_one(run: Run, tmp_path: Path)
     ("options", "message"),
     [
         ({"auto_find_batch_size": True}, "auto_find_batch_size changes the global batch"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance makes batches of its own"),
         ({"dataset": Stream()}, "IterableDatasetShard is a stream|Stream is a stream"),
     ],
 )
@@ -76,6 +77,29 @@ def test_trainer(tmp_path: Path, options: dict[str, Any], message: str) -> None:
 
     with pytest.raises(UsageError, match=message):
         train()
+
+
+def with_loader(loader: Any, folder: Path) -> transformers.Trainer:
+    """Of a subclass that makes its own."""
+
+    class Own(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return loader
+
+    one = trainer(folder, per_device_train_batch_size=2)
+    one.__class__ = Own
+    return one
+
+
+@pytest.mark.usefixtures("group")
+def test_trainer_with_a_loader_of_its_own(tmp_path: Path) -> None:
+    """Such as of GRPO, which takes the prompts of several steps at once."""
+    dataset = hf_trainer.Counting(8)
+    with pytest.raises(UsageError, match="Own takes batches of 4 samples, not of the 2 of per_device_train_batch_size"):
+        ElasticdCallback(with_loader(DataLoader(dataset, batch_size=4), tmp_path))
+    with pytest.raises(UsageError, match="Stream is a stream"):
+        ElasticdCallback(with_loader(DataLoader(Stream()), tmp_path))
+    ElasticdCallback(with_loader(DataLoader(dataset, batch_size=2), tmp_path)).session.close()
 
 
 def test_what_is_no_trainer() -> None:
