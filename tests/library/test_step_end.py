@@ -136,6 +136,18 @@ def test_change_after_each_of_the_first_steps_is_refused(start: Any, tmp_path: P
     assert any(re.search(refused, rank.errors()) for rank in job.ranks)  # the first one may end the store
 
 
+@pytest.mark.parametrize("changed", ["scheduler", "model"])
+def test_change_after_restore_is_said(start: Any, tmp_path: Path, changed: str) -> None:
+    """Such as a copy of the model that is begun anew as the average of its weights."""
+    options = {"after_restore": changed, "epochs": 1, "directory": str(tmp_path), "every": 2}
+    job = start(SCRIPT, options, world_size=1)
+    job.results()
+    assert job.ranks[0].errors() == "", "nothing was restored"
+    job = start(SCRIPT, {**options, "epochs": 2}, world_size=1, round=2)
+    job.results()
+    assert job.ranks[0].errors().count(f"{changed} changed between restore() and the first batch: the state ") == 1
+
+
 def test_change_after_some_steps_is_said_once_and_saved_again(start: Any, tmp_path: Path) -> None:
     job = start(
         SCRIPT, {"late": "scheduler", "late_every": 6, "every": 6, "directory": str(tmp_path / "cut"), "epochs": 5}

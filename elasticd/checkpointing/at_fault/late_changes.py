@@ -23,9 +23,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from elasticd.checkpointing.at_fault.step_record import piece
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import RandomState, local_part
 from elasticd.errors import CheckpointRefused, Reason
+from elasticd.process_group import host_bytes
 from elasticd.sampler import samplers_of
 
 if TYPE_CHECKING:
@@ -130,7 +132,9 @@ class LateChanges:
     them.
     """
 
-    def __init__(self, attached: Mapping[str, Any]) -> None:
+    def __init__(self, attached: Mapping[str, Any], reads_devices: bool = False) -> None:
+        """`reads_devices`: values are compared wherever the tensors are, and not their counters."""
+        self._reads_devices = reads_devices
         self._looks: dict[str, ReadState] = {}
         self._sample: list[torch.Tensor] = []
         """Parameters in the host's memory, whose values show a change. An evaluation may have put other ones there for
@@ -189,6 +193,10 @@ class LateChanges:
         every = [parameter for parameter in module.parameters() if not parameter.is_inference()]
         sample = every[:1] + every[1:][-1:]
         plain = all(type(tensor.data) is torch.Tensor and tensor.layout is torch.strided for tensor in sample)
+        if self._reads_devices:
+            return lambda: [
+                host_bytes(piece(each.detach(), _SAMPLED_PIECE_BYTES)).tobytes() for each in sample if plain
+            ]
         if sample and plain and all(tensor.device.type == "cpu" for tensor in sample):
             self._sample += sample
             looks = list(map(_pieces_reader, sample))

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "tail": "",  # what ends an epoch: "scheduler", "scheduler, save"
     "late": "",  # what changes after session.step(): "scheduler" or "model"
     "late_every": 1,  # steps between two such changes
+    "after_restore": "",  # what changes before the first batch: "scheduler" or "model"
     "die": 0,  # every rank ends after this step
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
@@ -78,6 +79,10 @@ def main() -> None:
         session.attach(second=second)
         more = batches(more_inputs, second)
     resumed = session.restore(options["directory"])
+    if options["after_restore"] == "scheduler":
+        scheduler.last_epoch += 1
+    elif options["after_restore"] == "model":
+        nn.init.zeros_(model.module.weight)
     if options["every"]:
         session.checkpoint(every=options["every"], directory=options["directory"])
     saves, trained = [], 0
