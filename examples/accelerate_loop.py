@@ -41,7 +41,7 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        accelerator.print(f"epoch {epoch}: loss {loss.item():.5f}", flush=True)
+        accelerator.print(f"epoch {epoch} has ended", flush=True)
 
     if not loader.session.should_stop:
         accelerator.save_model(model, options.output)
