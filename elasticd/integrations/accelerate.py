@@ -11,6 +11,7 @@ into the environment of its processes, and its nodes and processes as variables 
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -23,6 +24,8 @@ from elasticd.errors import UsageError
 from elasticd.integrations import check_world_size, require
 from elasticd.integrations.loader import ElasticLoader, batch_sampler_of
 from elasticd.session import Session, init
+
+logger = logging.getLogger("elasticd")
 
 
 class ElasticDataLoader(ElasticLoader):
@@ -143,6 +146,11 @@ class ElasticDataLoader(ElasticLoader):
         forget_preparation(own._models)
         if not own._models or not optimizers:
             raise UsageError("ElasticDataLoader: accelerator.prepare(model, optimizer, ...) first, then iterate")
+        if own._save_model_state_pre_hook and not own._custom_objects and self.session.rank == 0:
+            logger.warning(
+                "the hooks of register_save_state_pre_hook() are not called: what only they save, such as averaged "
+                "weights, begins anew at a restart unless accelerator.register_for_checkpointing() gets it"
+            )
         self.session.attach(**named, **scaler, sampler=self.sampler)
         every, directory, keep = self._saves
         self.session.restore(directory)

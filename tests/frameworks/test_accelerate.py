@@ -74,3 +74,19 @@ def test_epochs_that_are_left_early(tmp_path: Path, before_the_step: bool) -> No
     session.close()
     assert trained == [(epoch, *range(at, at + 4)) for epoch in range(3) for at in (0, 4, 8)]
     assert session.steps == 9
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("registered", [False, True])
+def test_state_that_only_hooks_save(tmp_path: Path, caplog: pytest.LogCaptureFixture, registered: bool) -> None:
+    """Such as the averaged weights of diffusers' scripts."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_save_state_pre_hook(lambda *_: None)
+    if registered:
+        accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1)))
+    loader = ElasticDataLoader(accelerator, DataLoader(torch.zeros(4, 1), batch_size=4), directory=tmp_path)
+    model = torch.nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-4))
+    next(iter(loader))
+    loader.session.close()
+    assert ("register_save_state_pre_hook() are not called" in caplog.text) == (not registered)
