@@ -126,14 +126,23 @@ def _withdraw_ended() -> None:
 def _prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
     from torch.utils.data import DataLoader
 
-    # Trainer's own calls come from transformers; an ElasticDataLoader is no DataLoader.
-    caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
-    if caller != "transformers" and any(isinstance(one, DataLoader) for one in args) and not _has_elastic_loader(args):
+    # An ElasticDataLoader is no DataLoader.
+    has_loader = any(isinstance(one, DataLoader) for one in args) and not _has_elastic_loader(args)
+    if has_loader and not _is_called_by_trainer(sys._getframe(2)):
         say_once(
             "Accelerate is left alone: its loop is the script's, and counts epochs from 0 after a restart; "
             "ElasticDataLoader and loader.epochs() are three lines (elasticd docs frameworks)"
         )
     return original(accelerator, *args, **options)
+
+
+def _is_called_by_trainer(frame: Any) -> bool:
+    """True also for a subclass that makes its loader by itself."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("transformers.", "elasticd.integrations.transformers")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _has_elastic_loader(args: tuple[Any, ...]) -> bool:

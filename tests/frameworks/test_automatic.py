@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import lightning.pytorch
 import pytest
 import torch
@@ -174,6 +175,23 @@ def test_loader_that_the_callback_refuses(
     one = with_loader(DataLoader(hf_trainer.Counting(8), batch_size=4), tmp_path)
     assert one.train().global_step == 2
     assert "Trainer is left alone: ElasticdCallback: Own takes batches of 4 samples" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("method")
+@pytest.mark.filterwarnings("default")
+def test_subclass_that_prepares_its_loader_is_no_loop_of_accelerate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Trainer's own documentation shows."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setenv("ELASTICD_CHECKPOINT_DIR", str(tmp_path / "own"))
+    monkeypatch.setattr(accelerate.Accelerator, "prepare", accelerate.Accelerator.prepare)
+    automatic.integrate(accelerate)
+    automatic.integrate(transformers.trainer)
+    one = with_loader(DataLoader(hf_trainer.Counting(8), batch_size=2), tmp_path, prepares=True)
+    one.train()
+    assert len(automatic.ended_trainings) == 1
+    assert "left alone" not in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("method")

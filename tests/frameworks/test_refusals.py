@@ -79,12 +79,12 @@ def test_trainer(tmp_path: Path, options: dict[str, Any], message: str) -> None:
         train()
 
 
-def with_loader(loader: Any, folder: Path) -> transformers.Trainer:
+def with_loader(loader: Any, folder: Path, prepares: bool = False) -> transformers.Trainer:
     """Of a subclass that makes its own."""
 
     class Own(transformers.Trainer):
         def get_train_dataloader(self) -> Any:
-            return loader
+            return self.accelerator.prepare(loader) if prepares else loader
 
     one = trainer(folder, per_device_train_batch_size=2)
     one.__class__ = Own
