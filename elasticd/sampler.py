@@ -53,7 +53,7 @@ class _Loader(NamedTuple):
     unordered: bool = False  #: the batches arrive in another order than the sampler's
     wrapped: bool = False  #: another batch sampler is between them
     iteration: weakref.ref[Any] | None = None
-    """That of the other batch sampler, which the DataLoader has begun."""
+    """The iterator of the other batch sampler that the DataLoader has begun."""
 
     def continues(self, before: _Loader) -> bool:
         """The DataLoader is in the same iteration as `before`."""
@@ -513,8 +513,8 @@ class ElasticBatchSampler:
         if not (before.exhausted and before.commits and self._offset < self._size and loader.continues(before.loader)):
             return
         raise SamplerError(
-            f"the cursor is at {self._cursor_text()}, and this DataLoader has fetched the rest of the epoch and goes "
-            "on: its batch sampler has no end, such as that of an InfiniteDataLoader or a MultiEpochsDataLoader. "
+            f"the cursor is at {self._cursor_text()}, and this DataLoader has fetched the rest of the epoch and "
+            "continues: its batch sampler has no end, such as that of an InfiniteDataLoader or a MultiEpochsDataLoader. "
             "Iterate over DataLoader(dataset, batch_sampler=sampler) once in each epoch; persistent_workers=True "
             "keeps its workers"
         )

@@ -89,7 +89,7 @@ MAX_HEALTHY_LAG_S = 30.0
 """A main loop that has not run for this long is stuck; its own timers are far shorter."""
 ADDRESS_TIMEOUT_S, ADDRESS_RETRY_S = 2.0, 5.0
 """A name server that does not answer takes minutes, longer than runners wait for an agent."""
-GC_THRESHOLDS = (20_000, 20, 20)
+GC_THRESHOLDS = (20_000, 5, 5)
 """The store's records have no cycles: with Python's own thresholds lists of 10,000 jobs take twice the time."""
 _LOOPBACK = ("127.", "::1", "localhost")
 _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
@@ -137,7 +137,7 @@ def agent(argv: Sequence[str]) -> int:
             print(f"elasticd agent: error: {error}", file=sys.stderr)
             return REQUEUE_EXIT_CODE
         if replaces:
-            _exec_replacement(notifier, inbox)
+            exec_replacement(notifier, inbox)
     return 0
 
 
@@ -462,7 +462,7 @@ def _lost_jobs_error(loop: NodeLoop, read: Callable[[], NodeSettings]) -> str:
     return f"with another {listing(lost)} it would not find the jobs that run here; systemctl restart drains them first"
 
 
-def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> NoReturn:
+def exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> NoReturn:
     """Become the installed version: same process, same children. Signals stay blocked until it handles them.
 
     Unhandled requests become signals again: a stop that systemd requests during the replacement must not be lost.

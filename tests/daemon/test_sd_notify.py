@@ -145,7 +145,7 @@ def test_replacement_has_the_watchdogs_whole_time(systemd: SystemdSocket, monkey
     monkeypatch.setattr(os, "execve", lambda *how: executed.append(how))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        agent._exec_replacement(notifier, queue.SimpleQueue())
+        agent.exec_replacement(notifier, queue.SimpleQueue())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert executed
