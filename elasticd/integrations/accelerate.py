@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from elasticd.checkpointing.state.training_state import unwrap
 from elasticd.errors import UsageError
 from elasticd.integrations import check_world_size, require
 from elasticd.integrations.loader import ElasticLoader, batch_sampler_of
@@ -89,10 +88,6 @@ class ElasticDataLoader(ElasticLoader):
         """The code between two iterations makes no steps."""
         self._backward = accelerator.backward
         accelerator.backward = self._weighted_backward
-        self._prepared: list[Any] = []
-        """Models in their DistributedDataParallel; the accelerator keeps what is inside."""
-        self._prepare_model = accelerator.prepare_model
-        accelerator.prepare_model = self._prepare_and_note
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left, in place of `range(count)`."""
@@ -139,9 +134,7 @@ class ElasticDataLoader(ElasticLoader):
         optimizers = [prepared.optimizer for prepared in own._optimizers]
         schedulers = [self._tie_to_global_batch(scheduler) for scheduler in own._schedulers]
         scaler = {"scaler": own.scaler} if own.scaler is not None else {}
-        wrappers = {unwrap(prepared): prepared for prepared in self._prepared}
-        models = [wrappers.get(unwrap(model), model) for model in own._models]
-        kinds = {"model": models, "optimizer": optimizers, "scheduler": schedulers, "object": own._custom_objects}
+        kinds = {"model": own._models, "optimizer": optimizers, "scheduler": schedulers, "object": own._custom_objects}
         named = {f"{kind}{n or ''}": part for kind, parts in kinds.items() for n, part in enumerate(parts)}
         forget_preparation(own._models)
         if not own._models or not optimizers:
@@ -172,11 +165,6 @@ class ElasticDataLoader(ElasticLoader):
         scheduler.split_batches = True
         inner, scheduler.scheduler = scheduler.scheduler, _RepeatedSchedule(scheduler.scheduler, times)
         return inner
-
-    def _prepare_and_note(self, *args: Any, **options: Any) -> Any:
-        """Prepare a model, and remember it in its DistributedDataParallel: only that is saved at a fault."""
-        self._prepared.append(prepared := self._prepare_model(*args, **options))
-        return prepared
 
     def _weighted_backward(self, loss: Any, **options: Any) -> None:
         if self._micro is not None:

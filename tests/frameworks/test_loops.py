@@ -72,7 +72,6 @@ def test_killed_ranks_cost_no_sample(framework: Framework, run: Run, tmp_path: P
     assert ran.wait() == 0, ran.output
     assert len(job.events("group_started")) == 3, "a fault did not fire"
     assert [each["step"] >= step for each, step in zip(job.events("resumed"), (60, 120), strict=True)] == [True] * 2
-    assert "cannot save its state" not in ran.output
     found = framework.weights(job)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], ran.output
 
