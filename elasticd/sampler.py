@@ -514,7 +514,7 @@ class ElasticBatchSampler:
             return
         raise SamplerError(
             f"the cursor is at {self._cursor_text()}, and this DataLoader has fetched the rest of the epoch and "
-            "continues: its batch sampler has no end, such as that of an InfiniteDataLoader or a MultiEpochsDataLoader. "
+            "continues: its batch sampler has no end, as that of an InfiniteDataLoader or a MultiEpochsDataLoader. "
             "Iterate over DataLoader(dataset, batch_sampler=sampler) once in each epoch; persistent_workers=True "
             "keeps its workers"
         )
