@@ -90,8 +90,8 @@ MAX_HEALTHY_LAG_S = 30.0
 ADDRESS_TIMEOUT_S, ADDRESS_RETRY_S = 2.0, 5.0
 """A name server that does not answer takes minutes, longer than runners wait for an agent."""
 GC_THRESHOLDS = (20_000, 5, 5)
-"""With Python's own thresholds lists of 10,000 jobs, whose records have no cycles, take twice the time. Errors and
-their tracebacks have cycles: old objects are collected often enough that these take no megabytes."""
+"""Few collections: the store's records have no cycles, and lists of 10,000 jobs take twice the time with Python's own
+thresholds. Errors and their tracebacks have cycles; at these thresholds they take no megabytes."""
 _LOOPBACK = ("127.", "::1", "localhost")
 _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
     signal.SIGTERM: SignalRequest("drain", "SIGTERM"),
