@@ -26,7 +26,7 @@ from elasticd import in_place, process_group
 from elasticd.attached_samplers import AttachedSamplers
 from elasticd.checkpointing import restore
 from elasticd.checkpointing.at_fault.donor import Donor
-from elasticd.checkpointing.at_fault.late_changes import BetweenSteps, LateChanges
+from elasticd.checkpointing.at_fault.late_changes import BetweenSteps, RestoredModules
 from elasticd.checkpointing.context import DEFAULT_KEEP, SaveContext
 from elasticd.checkpointing.omissions import Omissions
 from elasticd.checkpointing.restore import Resumed
@@ -194,7 +194,7 @@ class Session:
         self._partial = 0
         """The steps for which rank 0 waited for an optimizer's step."""
         self._between_steps: BetweenSteps | None = None
-        self._since_restore: LateChanges | None = None
+        self._since_restore: RestoredModules | None = None
         """Until the first batch."""
         self._samplers = AttachedSamplers(self._attached, group.device)
         self._steps = 0
@@ -342,8 +342,7 @@ class Session:
             self._steps = resumed.step
             self._decisions.reset(resumed.step)
             self._samplers.on_restore()
-            self._since_restore = LateChanges(self._attached, reads_devices=True)
-            self._since_restore.commit()
+            self._since_restore = RestoredModules(self._attached)
         for name in self._samplers.find_used() if resumed is None else ():
             self._say_once(
                 f"{name} is where an earlier training of this process has left it, at epoch "
@@ -875,20 +874,16 @@ class Session:
         if threading.get_ident() != self._thread:
             return
         if self._since_restore is not None:
-            self._report_undone_restore(self._since_restore)
+            if lost := self._since_restore.find_replaced():
+                self._say_once(
+                    f"{' and '.join(lost)} changed between restore() and the first batch: the state that was restored "
+                    "is lost, and so it is at each restart. Move restore() below this change"
+                )
             self._since_restore = None
         is_first = self._between_steps is not None and not self._between_steps.has_begun
         self._samplers.on_next(sampler, is_iteration=is_iteration, is_first=is_first, has_stepped=self._stepped)
         if is_first:
             self._on_step_begin(is_certain=True)
-
-    def _report_undone_restore(self, changes: LateChanges) -> None:
-        """Report what the script has replaced after `restore()`, such as averaged weights that it begins anew."""
-        if lost := changes.certain.intersection(changes.find_changed()):
-            self._say_once(
-                f"{' and '.join(sorted(lost))} changed between restore() and the first batch: the state that was "
-                "restored is lost, and so it is at each restart. Move restore() below this change"
-            )
 
     def _on_step_begin(self, is_certain: bool) -> None:
         assert self._between_steps is not None

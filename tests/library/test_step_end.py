@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from elasticd.checkpointing.at_fault.late_changes import RestoredModules
 from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.heartbeat.record import STOP
 from tests.library import checkpoints
@@ -137,15 +139,35 @@ def test_change_after_each_of_the_first_steps_is_refused(start: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("changed", ["scheduler", "model"])
-def test_change_after_restore_is_said(start: Any, tmp_path: Path, changed: str) -> None:
-    """Such as a copy of the model that is begun anew as the average of its weights."""
+def test_weights_replaced_after_restore_are_named(start: Any, tmp_path: Path, changed: str) -> None:
+    """Such as a copy of the model that is begun anew as the average of its weights. A scheduler may step before each
+    epoch.
+    """
     options = {"after_restore": changed, "epochs": 1, "directory": str(tmp_path), "every": 2}
     job = start(SCRIPT, options, world_size=1)
     job.results()
     assert job.ranks[0].errors() == "", "nothing was restored"
     job = start(SCRIPT, {**options, "epochs": 2}, world_size=1, round=2)
     job.results()
-    assert job.ranks[0].errors().count(f"{changed} changed between restore() and the first batch: the state ") == 1
+    named = job.ranks[0].errors().count("model changed between restore() and the first batch: the state ")
+    assert named == (changed == "model"), job.ranks[0].errors()
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda model: model.bfloat16(), []),
+        (lambda model: model.to(memory_format=torch.channels_last), []),
+        (lambda model: model.requires_grad_(False).eval(), []),
+        (lambda model: model.load_state_dict(torch.nn.Conv2d(3, 4, 3).state_dict()), ["model"]),
+        (lambda model: model.weight.data.mul_(2), ["model"]),
+    ],
+)
+def test_another_type_of_numbers_is_no_replaced_state(change: Any, names: list[str]) -> None:
+    model = torch.nn.Conv2d(3, 4, 3)
+    restored = RestoredModules({"model": model, "scale": torch.nn.ParameterList([torch.tensor(1.0), torch.empty(0)])})
+    change(model)
+    assert restored.find_replaced() == names
 
 
 def test_change_after_some_steps_is_said_once_and_saved_again(start: Any, tmp_path: Path) -> None:

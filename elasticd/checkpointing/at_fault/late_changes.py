@@ -23,11 +23,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from elasticd.checkpointing.at_fault.step_record import piece
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import RandomState, local_part
 from elasticd.errors import CheckpointRefused, Reason
-from elasticd.process_group import host_bytes
 from elasticd.sampler import samplers_of
 
 if TYPE_CHECKING:
@@ -132,9 +130,7 @@ class LateChanges:
     them.
     """
 
-    def __init__(self, attached: Mapping[str, Any], reads_devices: bool = False) -> None:
-        """`reads_devices`: values are compared wherever the tensors are, and not their counters."""
-        self._reads_devices = reads_devices
+    def __init__(self, attached: Mapping[str, Any]) -> None:
         self._looks: dict[str, ReadState] = {}
         self._sample: list[torch.Tensor] = []
         """Parameters in the host's memory, whose values show a change. An evaluation may have put other ones there for
@@ -142,7 +138,7 @@ class LateChanges:
         """
         self._counters: list[int] = []
         self._own: set[str] = set()
-        self.is_of_framework = any(type(obj).__module__.startswith(_INTEGRATIONS_PREFIX) for obj in attached.values())
+        self.is_of_framework = _is_of_framework(attached)
         """The loop is a framework's: a change after a step is no mistake of the script."""
         if not self.is_of_framework:
             for name, obj in attached.items():
@@ -190,14 +186,8 @@ class LateChanges:
 
     def _module_reader(self, module: torch.nn.Module) -> ReadState | None:
         """The first and the last parameter: of those elsewhere than in the host's memory their counters of changes."""
-        every = [parameter for parameter in module.parameters() if not parameter.is_inference()]
-        sample = every[:1] + every[1:][-1:]
-        plain = all(type(tensor.data) is torch.Tensor and tensor.layout is torch.strided for tensor in sample)
-        if self._reads_devices:
-            return lambda: [
-                host_bytes(piece(each.detach(), _SAMPLED_PIECE_BYTES)).tobytes() for each in sample if plain
-            ]
-        if sample and plain and all(tensor.device.type == "cpu" for tensor in sample):
+        sample = _first_and_last_parameter(module)
+        if sample and all(_is_plain(tensor) and tensor.device.type == "cpu" for tensor in sample):
             self._sample += sample
             looks = list(map(_pieces_reader, sample))
             return lambda: [read_state() for read_state in looks]
@@ -210,6 +200,48 @@ class LateChanges:
             self._looks[name]()
             if time.perf_counter() - start > MAX_LOOK_S:
                 del self._looks[name]
+
+
+class RestoredModules:
+    """A sample of the values that `restore()` has loaded into modules, on any device."""
+
+    def __init__(self, attached: Mapping[str, Any]) -> None:
+        self._kept: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for name, obj in attached.items():
+            if isinstance(obj, Module) and not _is_of_framework(attached):
+                sample = list(map(local_part, _first_and_last_parameter(obj)))
+                self._kept[name] = [(each, _middle_rows(each).clone()) for each in sample if _is_plain(each)]
+
+    def find_replaced(self) -> list[str]:
+        """Names of the modules that have other values now; another type of numbers or order in memory is no change."""
+        return sorted(name for name, kept in self._kept.items() if any(_is_replaced(*each) for each in kept))
+
+
+def _is_replaced(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    now = _middle_rows(tensor)
+    if now.shape != before.shape or not tensor.untyped_storage().nbytes():  # a wrapper has it elsewhere
+        return False
+    return not torch.equal(before.to(now), now)
+
+
+def _middle_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Some rows of a tensor, about _SAMPLED_PIECE_BYTES of it."""
+    rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    count = min(len(rows), 1 + _SAMPLED_PIECE_BYTES * len(rows) // max(tensor.nbytes, 1))
+    return rows.narrow(0, (len(rows) - count) // 2, count)
+
+
+def _first_and_last_parameter(module: Module) -> list[torch.Tensor]:
+    every = [parameter for parameter in module.parameters() if not parameter.is_inference()]
+    return [*every[:1], *every[1:][-1:]]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _is_of_framework(attached: Mapping[str, Any]) -> bool:
+    return any(type(obj).__module__.startswith(_INTEGRATIONS_PREFIX) for obj in attached.values())
 
 
 def _trained_modules(attached: Mapping[str, Any]) -> set[str]:
