@@ -21,7 +21,9 @@ def main() -> NoReturn:
     """Ends the process with the exit code; what the command raises passes through. Until the command has its own
     handlers Ctrl-C ends it without a traceback, and no stray signal does."""
     # A program that starts this one may have blocked them, to wait for its own: no exit of a worker would be noticed.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
+    # An agent unblocks requests itself, once it handles them: some may wait since before it replaced itself.
+    requests = () if sys.argv[1:2] == ["agent"] else STOP_SIGNALS
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*requests, signal.SIGCHLD))
     handle_signals_unless_ignored(STRAY_SIGNALS, ignore_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 
 import pytest
 
@@ -59,6 +60,16 @@ def test_replacement_that_would_lose_the_running_jobs_is_refused(node: MakeNode,
     assert lives(n1.workers("one")[0])
     assert n1.drain() == 0
     n1.assert_gone()
+
+
+def test_request_to_stop_that_waits_at_the_start_is_an_orderly_end(node: MakeNode) -> None:
+    """As of an agent that systemd stops while it replaces itself."""
+    waits = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
+    waits += "signal.raise_signal(signal.SIGTERM); os.execv(sys.argv[1], sys.argv[1:])"
+    agent = node("n1")
+    agent.start(prefix=[sys.executable, "-c", waits])
+    assert agent.wait() == 0
+    assert agent.events("agent_ended")
 
 
 def test_replacement_by_a_version_that_does_not_start_is_refused(node: MakeNode) -> None:
