@@ -406,7 +406,8 @@ def node(tmp_path: Path, inbox: Inbox, opened: Open) -> Iterator[Node]:
 
 
 @pytest.fixture
-def warm(tmp_path: Path, inbox: Inbox, opened: Open) -> Iterator[Node]:
+def warm(tmp_path: Path, inbox: Inbox, nvml: Nvml, opened: Open) -> Iterator[Node]:
+    nvml.set_memory([], [])  # before the NVML process looks which GPUs there are
     node = Node(tmp_path, inbox, opened(PATIENCE_S, gpus=("0", "1")), warm=True)
     yield node
     node.workers.close()
@@ -483,7 +484,6 @@ def test_memory_check_that_never_answers(node: Node, nvml: Nvml) -> None:
 
 
 def test_kept_process_does_not_wait_for_its_own_memory(warm: Node, nvml: Nvml) -> None:
-    nvml.set_memory([], [])
     warm.start(1, (0, 1))
     first = warm.group_started()
     wait_for(lambda: warm.ran() == 2, "workers that run")
@@ -511,7 +511,6 @@ def test_kept_process_does_not_wait_for_its_own_memory(warm: Node, nvml: Nvml) -
 
 def test_worker_waits_for_its_own_gpu_only(warm: Node, nvml: Nvml) -> None:
     """The others run meanwhile; a round that ends before is no trouble, and the next one waits, too."""
-    nvml.set_memory([], [])
     warm.start(1, (0, 1))
     first = warm.group_started()
     assert first.held_ranks == ()
