@@ -193,7 +193,7 @@ def _registers_first(replace_: Replace) -> None:
     follow_round = RendezvousMember._follow_round
 
     def register_first(member: RendezvousMember) -> None:
-        member._registration.turn(member._last_turn)
+        member._registration.turn(member._follower.running, member._last_turn)
         follow_round(member)
 
     replace_(RendezvousMember, "_follow_round", register_first)

@@ -326,7 +326,7 @@ class RendezvousMember:
         try:
             if check or self._observations.take_own_record_missing():
                 self._registration.check()
-            return self._registration.turn(now)
+            return self._registration.turn(self._follower.running, now)
         finally:
             if self._registration.lease is not lease:
                 self._observations.distrust_absences(now)  # a store that lost this record may have lost others

@@ -23,10 +23,10 @@ from elasticd.errors import StoreRefused, StoreUnavailable, WireError
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_master_address, decode_record, encode_record
 from elasticd_agent.model.messages import HangReportRequested, MasterKnown, Notice, PauseRequested, StartAheadRequested
-from elasticd_agent.model.records import Failure, Identity, LeaderRecord, MemberCache, NodeRecord, Round
+from elasticd_agent.model.records import Failure, Identity, LeaderRecord, Member, MemberCache, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.peers import PeerObservations
-from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
+from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeAnswer, ProbeRefused
 from elasticd_agent.rendezvous.spec_check import SpecAgreement, stopped_round
 from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.store import JobStore, Lease, Store, Versioned
@@ -99,7 +99,7 @@ class NodeRegistration:
         with self._lock:
             self._record, self._send_at = replace(self._record, **fields), send_at
 
-    def turn(self, now: float) -> bool:
+    def turn(self, running: Round | None, now: float) -> bool:
         """Renew the lease, or register the node if it is not registered. False: another agent has the name.
 
         Raises StoreRefused if that agent is alive, or keeps the name for `join_timeout`; StoreUnavailable.
@@ -108,6 +108,9 @@ class NodeRegistration:
             self.key.renew(now)
         if self.lease is None:
             record = self._record
+            member = running.member(record.id) if running is not None else None
+            if member is not None and member.incarnation != record.incarnation:
+                self._refuse_if_alive(member)  # it may train on without its record: cut off from the store alone
             if not self.key.create(record.to_json(), now, self._may_replace):
                 self._taken_since = now if self._taken_since is None else self._taken_since
                 if now - self._taken_since >= self._patience_s:
@@ -127,16 +130,21 @@ class NodeRegistration:
         other = decode_record(NodeRecord, self.key.key, value)
         if other.incarnation == self._record.incarnation:
             return True
-        answer = self._observations.probe_node(other)
-        if isinstance(answer, ProbeAlive) and answer.incarnation == other.incarnation:
-            raise StoreRefused(
-                f"another agent takes part in this job as node {other.id!r}, at {other.address}; "
-                "give this one another name with --node-id"
-            )
+        answer = self._refuse_if_alive(other)
         # The lease of an agent that does not answer decides.
         who = f"another agent is node {other.id!r} of this job, at {other.address}"
         self.waits_for = f"{who}; it does not answer, but has a record"
         return isinstance(answer, ProbeRefused)
+
+    def _refuse_if_alive(self, other: NodeRecord | Member) -> ProbeAnswer | None:
+        """The answer of the agent that has, or had, this node's name. Raises StoreRefused if it is that agent's own."""
+        answer = self._observations.probe_node(other)
+        if isinstance(answer, ProbeAlive) and answer.incarnation == other.incarnation:
+            raise StoreRefused(
+                f"another agent takes part in this job as node {self._record.id!r}, at {other.address}; "
+                "give this one another name with --node-id"
+            )
+        return answer
 
     def send(self, now: float) -> bool:
         """Write the record if it has changed. False: the record or its lease is lost."""

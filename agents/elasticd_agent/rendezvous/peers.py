@@ -163,9 +163,9 @@ class PeerObservations:
         self.answered.update((answer.node, answer.incarnation) for answer in alive)
         return answers
 
-    def probe_node(self, record: NodeRecord) -> ProbeAnswer | None:
-        """One agent's answer; None if its record has no address."""
-        return self.probe([record]).get(record.id)
+    def probe_node(self, agent: NodeRecord | Member) -> ProbeAnswer | None:
+        """One agent's answer; None if it has no address."""
+        return self.probe([agent]).get(agent.identity[0])
 
     def probe_members(self, known: Iterable[NodeRecord | Member], incarnations: Mapping[str, str], now: float) -> None:
         """Probe these incarnations; `results` and `silent_since` are of this probe. `known` names their addresses."""
