@@ -127,6 +127,7 @@ class Omissions:
             self._check_groups(number)
         if not number:
             self._check_schedulers()
+            self._check_scaler()
             self._check_joined()
         if not self._order_is_known:
             self._keep_gradients(number)
@@ -268,6 +269,18 @@ class Omissions:
                     "so the learning rate, would begin anew. Attach it before session.restore(), or make it after that "
                     "call, for session.steps"
                 )
+
+    def _check_scaler(self) -> None:
+        """A GradScaler that has scaled a loss, and whose scale is in no checkpoint."""
+        every = self._all_attached()
+        if any(isinstance(obj, GradScaler) or not isinstance(obj, _KINDS_OF_TORCH) for obj in every):
+            return  # another object may save one
+        scalers = [obj for obj in gc.get_objects() if issubclass(type(obj), GradScaler)]
+        if any(getattr(scaler, "_scale", None) is not None for scaler in scalers):
+            self._warn_once(
+                "a GradScaler scales the loss and is not attached: after a restart its scale would begin anew, and "
+                "steps be skipped until it fits. Attach it before session.restore(): session.attach(scaler=scaler)"
+            )
 
     def _check_joined(self) -> None:
         """A model in torch's Join, of which ranks make different numbers of steps."""

@@ -37,8 +37,8 @@ def main(what: str) -> None:
     faults.at(1)
     while what == "hungry" and faults.RANK == 1:
         KEPT.append(bytearray(os.urandom(1 << 20)))
-    if "daemon" not in what:
-        time.sleep(3600)
+    while "daemon" not in what:
+        time.sleep(0.5)  # Python's handler of a signal that comes right before it runs after it
 
 
 def polite(signum: int, _: FrameType | None) -> None:

@@ -488,6 +488,28 @@ scheduled("scheduler_of_two", lambda loop: (both := one_after_another(loop), {"s
 scheduled("scheduler_in_a_wrapper", wrapped_schedule)
 
 
+def scaled(name: str, attach: Callable[[Any], dict[str, Any]], **how: Any) -> None:
+    """A case that trains with a GradScaler, and with what `attach` makes of it."""
+
+    def run(loop: Loop) -> None:
+        scaler = torch.amp.GradScaler("cpu", **how)
+        loop.attach(**attach(scaler))
+        for (x,) in loop.loader:
+            loop.optimizer.zero_grad()
+            scaler.scale(loop.model(x).square().mean()).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.session.step()
+
+    CASES[name] = run
+
+
+scaled("scaler_unattached", lambda scaler: {})
+scaled("scaler_attached", lambda scaler: {"scaler": scaler})
+scaled("scaler_in_an_own_object", lambda scaler: {"precision": Schedule(scaler)})
+scaled("scaler_disabled", lambda scaler: {}, enabled=False)
+
+
 @case
 def probe(loop: Loop) -> None:
     """A second optimizer, of what is thrown away."""
