@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -210,32 +210,34 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("step_bytes", [4096, 4 << 20])
-@pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize("kind", CASES)
-def test_read_in_place_is_what_mapped_tensors_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, on_host: bool, step_bytes: int
-) -> None:
-    monkeypatch.setattr(in_place, "_READ_BYTES", step_bytes)
-    if not on_host:  # as on a GPU
-        monkeypatch.setattr(in_place, "_host_memory", lambda piece: None)
-    make_saved, make_target, count = CASES[kind]
-    torch.manual_seed(1)  # LBFGS diverges from some weights
-    entry = saved(tmp_path, make_saved())
-    mapped, target = make_target(), make_target()
-    training_state.load_attached(mapped, checkpoints.load(entry))
+def load_in_place(entry: Entry, target: Objects) -> list[int]:
     found: list[int] = []
     with opened(entry) as fd:
         content = load_mapped(fd)
 
-        def read(content: dict[str, Any]) -> list[int]:
+        def read() -> list[int]:
             found.extend(in_place.read(fd, content, target, entry.manifest.checksum))
             return found
 
-        training_state.load_attached(target, content, (), functools.partial(read, content))
-    assert equal(content_of(target), content_of(mapped))
-    assert len(found) == count
-    del content
+        training_state.load_attached(target, content, (), read)
+    return found
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_read_in_place_is_what_mapped_tensors_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    make_saved, make_target, count = CASES[kind]
+    torch.manual_seed(1)  # LBFGS diverges from some weights
+    entry = saved(tmp_path, make_saved())
+    mapped = make_target()
+    training_state.load_attached(mapped, checkpoints.load(entry))
+    expected = content_of(mapped)
+    for on_host, step_bytes in itertools.product((True, False), (4096, 4 << 20)):
+        monkeypatch.setattr(in_place, "_READ_BYTES", step_bytes)
+        if not on_host:  # as on a GPU
+            monkeypatch.setattr(in_place, "_host_memory", lambda piece: None)
+        target = make_target()
+        assert len(load_in_place(entry, target)) == count, (on_host, step_bytes)
+        assert equal(content_of(target), expected), (on_host, step_bytes)
     gc.collect()
     assert str(entry.path) not in Path("/proc/self/maps").read_text()
 
