@@ -50,6 +50,7 @@ def test_values_come_back_by_rank(tmp_path: Path) -> None:
     assert out == "{0: ('0', 'xy'), 1: ('1', 'xy')}\n", err
 
 
+@pytest.mark.system
 def test_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None:
     started = start(tmp_path, "fail", str(tmp_path))
     _, err = started.communicate(timeout=60)
@@ -60,25 +61,41 @@ def test_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None:
     assert raised.strip().endswith("ValueError: no such layer")
 
 
-def test_interrupt_ends_the_workers(tmp_path: Path) -> None:
+@pytest.mark.system
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_job_ends_with_its_caller(tmp_path: Path, signum: signal.Signals) -> None:
     started = start(tmp_path, "wait", str(tmp_path))
     deadline = time.monotonic() + 60
     while not all((tmp_path / rank).exists() for rank in "01"):
         assert started.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    started.send_signal(signal.SIGINT)
-    _, err = started.communicate(timeout=60)
-    assert "KeyboardInterrupt" in err
+    started.send_signal(signum)
+    started.communicate(timeout=60)  # until no process of the job has the output
+    assert started.returncode == -signum
 
 
-def test_job_ends_with_a_caller_that_is_killed(tmp_path: Path) -> None:
-    started = start(tmp_path, "wait", str(tmp_path))
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / rank).exists() for rank in "01"):
-        assert started.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    started.kill()
-    started.communicate(timeout=30)  # until no process of the job has the output
+CALLER = "import sys; from elasticd import launching; launching._run_supervisor([sys.executable, '-c', sys.argv[1]])"
+SUPERVISOR = """
+import time
+try:
+    print("here", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(("signum", "said"), [(signal.SIGINT, "interrupted\n"), (signal.SIGKILL, "")])
+def test_supervisor_ends_with_its_caller(signum: signal.Signals, said: str) -> None:
+    """An interrupt is passed on to it, and raised once it has ended."""
+    command = [sys.executable, "-c", CALLER, SUPERVISOR]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as caller:
+        assert caller.stdout.readline() == "here\n"
+        caller.send_signal(signum)
+        assert caller.communicate(timeout=50)[0] == said  # until nobody has the output
+    assert caller.returncode == -signum
 
 
 def renumber() -> int:
@@ -134,9 +151,23 @@ def test_function_that_no_worker_can_load_is_refused() -> None:
     assert "defined in an interactive session, where this needs cloudpickle" in said.stderr
 
 
+UNGUARDED = """
+import os, subprocess, sys
+import elasticd
+from elasticd import launching
+def run_worker(command):
+    return subprocess.run([sys.executable, *command[-3:]], env={**os.environ, "RANK": "0"}).returncode
+launching._run_supervisor = run_worker
+def f(): pass
+elasticd.launch(f)
+"""
+
+
 def test_call_without_a_guard_is_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import elasticd\ndef f(): pass\nelasticd.launch(f)\n")
+    (tmp_path / "script.py").write_text(UNGUARDED)
     said = subprocess.run(
         [sys.executable, str(tmp_path / "script.py")], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
     )
-    assert "call it below `if __name__ == '__main__':`" in said.stderr.rpartition("LaunchError")[2]
+    raised = said.stderr.rpartition("LaunchError: ")[2]
+    assert raised.startswith("rank 0 has failed (exit code 1):") and ", in <module>\n" in raised
+    assert "call it below `if __name__ == '__main__':`" in raised
