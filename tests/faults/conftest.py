@@ -33,7 +33,7 @@ def job(tmp_path: Path) -> Iterator[StartJob]:
         job.end()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def etcd() -> Iterator[EtcdServers]:
     with etcd_servers() as servers:
         yield servers

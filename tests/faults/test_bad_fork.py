@@ -27,17 +27,13 @@ os.register_at_fork(before=lambda: forks.append(1) or len(forks) == {forks} and 
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        pytest.param(
-            LEAVES_A_THREAD, "preloading left 2 threads: forking them could dead-lock", marks=pytest.mark.system
-        ),
-        pytest.param("import sys; sys.exit(3)", "it failed: SystemExit: 3", marks=pytest.mark.system),
-        pytest.param(
-            TOUCHES_CUDA, "preloading initialised CUDA, which does not survive a fork", marks=pytest.mark.system
-        ),
-        ("raise KeyError('x')", "it failed: KeyError: 'x'"),
+        (LEAVES_A_THREAD, "preloading left 2 threads: forking them could dead-lock"),
+        ("import sys; sys.exit(3)", "it failed: SystemExit: 3"),
+        (TOUCHES_CUDA, "preloading initialised CUDA, which does not survive a fork"),
     ],
 )
 def test_preload_that_cannot_be_forked_is_left_out(job: StartJob, tmp_path: Path, source: str, why: str) -> None:
@@ -124,13 +120,17 @@ open(os.path.join(os.environ["WORK"], "enabled-" + os.environ["RANK"]), "w").wri
 
 
 def test_preload_that_turns_collection_off(job: StartJob, tmp_path: Path) -> None:
-    """It stays off in the workers, and what the module has left is collected before they are forked."""
+    """It stays off in the workers, and what the module has left is collected before they are forked. One beside it that
+    cannot be imported costs its own warmth only.
+    """
+    (tmp_path / "bad.py").write_text("raise KeyError('x')")
     (tmp_path / "off.py").write_text(NO_COLLECTION)
     script = tmp_path / "elsewhere" / "collects.py"
     script.parent.mkdir()
     script.write_text(IS_COLLECTED)
     path = os.pathsep.join(map(str, (tmp_path, REPOSITORY, REPOSITORY / "agents")))
-    run = job(script, flags=["--preload", "off"], env={"PYTHONPATH": path})
+    run = job(script, flags=["--preload", "bad", "--preload", "off"], env={"PYTHONPATH": path})
     assert run.wait() == 0 and run.event("group_started")["warm"] is True
+    assert "bad is not preloaded: it failed: KeyError: 'x'" in run.err and "off is not preloaded" not in run.err
     assert [(run.work / f"enabled-{rank}").read_text() for rank in (0, 1)] == ["False", "False"]
     assert (run.work / "collected-once").exists()

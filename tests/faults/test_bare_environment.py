@@ -24,7 +24,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SYSTEM = pytest.mark.system
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("zero", marks=SYSTEM)])
+@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=SYSTEM) for kind in ("fsdp", "zero"))])
 def test_ranks_start_warm_and_save_their_states_without_numpy(job: StartJob, python: Path, kind: str) -> None:
     """A dead rank's part of a sharded model is lost, so the state is that of the only save: no other can delay it."""
     script = ("donor.py",) if kind == "ddp" else ("sharded.py", "--kind", kind, "--every", "10")

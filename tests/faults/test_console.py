@@ -111,7 +111,7 @@ def test_command_whose_reader_has_gone_is_silent(argv: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("cold", [pytest.param(False, marks=pytest.mark.system), True])
 def test_full_disk_below_the_logs_costs_no_restart(cold: bool, tmp_path: Path) -> None:
     """The disk of the second round's log files is full."""
     argv = ["${local_rank}"] if cold else []

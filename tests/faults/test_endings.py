@@ -216,7 +216,7 @@ ENDINGS = (
            flags=("--max-restarts", "0")),
     Ending("`kill -9` of a worker, then SIGTERM", 128 + SIGTERM, worker_or_owner("worker"), quick=True),
     Ending("`kill -9` of the owner, then SIGTERM", 128 + SIGTERM, worker_or_owner("owner")),
-    Ending("`kill -9` of the agent", -SIGKILL, agent_killed, quick=True),
+    Ending("`kill -9` of the agent", -SIGKILL, agent_killed),
     Ending("`kill -9` of agent and owner at once, without children", -SIGKILL, agent_and_owner_killed, imports,
            ("importing.py", COLD)),
     Ending("SIGTERM to process 1 of a container", 128 + SIGTERM, to_agent(SIGTERM), prefix=as_process_1),

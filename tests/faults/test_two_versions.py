@@ -49,6 +49,7 @@ def test_agents_one_minor_version_apart(nodes: StartNodes, etcd: EtcdServers, tm
     assert FIELD not in stored(etcd, keys.node("a"))
     b.process.send_signal(signal.SIGKILL)
     b.process.wait()
+    b.assert_gone()
     # the older one plans, and keeps what it does not understand
     a.file("told-0")
     last = stored(etcd, keys.round)
