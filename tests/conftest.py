@@ -33,7 +33,8 @@ _MARK = f"TESTS_OF_ELASTICD={os.getpid()}.{time.monotonic_ns()}"  # not ELASTICD
 _WAIT_S = float(os.environ.get("LEAK_WAIT_S", "20"))
 _SHM = Path("/dev/shm")
 _BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
-_FOREIGN: set[str] = set()  # processes seen to be others': they need not be looked at before and after every test
+# What is in /proc and was seen to be no process of a test: it need not be looked at before and after every one.
+_FOREIGN: set[str] = set()
 
 # The same examples in every run, however busy the machine, or a change would be blamed for what it has not done;
 # "search" draws new ones.
@@ -87,10 +88,12 @@ def _remains() -> Remains:
 
 
 def _processes() -> dict[int, str]:
-    children = set(map(int, Path("/proc/self/task", str(os.getpid()), "children").read_text().split()))
+    children = {*Path("/proc/self/task", str(os.getpid()), "children").read_text().split()}
     found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid() and (int(entry) in children or _marked(entry)):
+    for entry in {*os.listdir("/proc")} - _FOREIGN | children:
+        if not entry.isdigit():
+            _FOREIGN.add(entry)
+        elif int(entry) != os.getpid() and (entry in children or _marked(entry)):
             what = _command(entry)
             # Python's own, one per process that used shared memory; ends with us.
             if "multiprocessing.resource_tracker" not in what:
@@ -99,8 +102,6 @@ def _processes() -> dict[int, str]:
 
 
 def _marked(pid: str) -> bool:
-    if pid in _FOREIGN:
-        return False
     try:
         environ = Path("/proc", pid, "environ").read_bytes()
     except OSError:  # it has ended, or is another user's or the kernel's
@@ -190,6 +191,11 @@ def _left_behind(before: Remains) -> list[str]:
     fds = {key: what + _listening(*key) for key, what in now.fds.items() if key not in before.fds}
     ours = {name: what for name, what in kept.items() if name not in foreign}
     return Remains(now.processes, now.threads, fds, ours).since(before)
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage, which some tests ask for, need not look at what pytest has made."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
