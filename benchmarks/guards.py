@@ -35,11 +35,11 @@ from elasticd_agent.rendezvous.planner import Planner
 from elasticd_agent.rendezvous.spec_check import SpecAgreement
 from elasticd_agent.rendezvous.succession import Succession
 from elasticd_agent.rendezvous.view import Requirements
+from tests.daemon.stores import InterruptedStore
 from tests.rendezvous.test_cluster_histories import KINDS, NAMES, CheckedCluster, Step, all_is_well, happen
 from tests.scenarios import nodes
 from tests.scenarios.cluster import Cluster
 from tests.scenarios.hosting import HostingCluster
-from tests.scenarios.waystore import NodeStore
 
 STORES = "etcd", "c10d", "c10d, hosted"
 """Compares two keys at once; compares one; one that ends with its agent, and another agent hosts the next."""
@@ -53,6 +53,53 @@ MAX_S = 10
 """Of processor time for one history, which takes half a second: some guards keep agents from asking without end."""
 
 SCENARIOS = Path(nodes.__file__).parent / "nodes"
+LEADER_IS_HELD_UP = """\
+> job nodes=1:3{}
+> twins allowed
+> start a b c
+> wait 9
+> delay a 12
+> kill c
+> wait 30
+"""
+A_LONE_NODE_IS_CUT_OFF = """\
+> job nodes=1:3 adopt_timeout_s=5
+> start a
+> wait 9
+> cut a from store peers
+> start b
+> wait 30
+> heal a
+> wait 30
+"""
+AN_OLDER_COPY_OF_THE_STORE = """\
+> job nodes=1:3
+> twins allowed
+> start a b
+> wait 9
+> exit a SIGKILL
+> wait 9
+> put round {"version": "1.0", "number": 1, "leader": "a", \
+"reason": "first round: 2 workers on 2 nodes, from the beginning", \
+"members": [{"node": "a", "incarnation": "a1", "slots": [0]}, {"node": "b", "incarnation": "b2", "slots": [0]}]}
+> wait 30
+"""
+A_JOB_ENDS = """\
+> job nodes=2
+> twins allowed
+> start a b
+> wait 9
+> finish
+> wait 30
+"""
+WATCHES_ARE_SILENT = """\
+> job nodes=3
+> start a b c
+> wait 9
+> hints dropped
+> finish
+> wait 30
+"""
 WAITS_FOR_AN_EARLIER_RUN = """\
 > job nodes=1:2 run=17 last_call_timeout_s=0 join_timeout_s=20
 > start a
@@ -66,28 +113,13 @@ Replace = Callable[[object, str, object], None]
 
 
 class RecordedCluster(CheckedCluster):
-    """The history alone judges: nothing is checked on the way. `delays`: how long nodes are held up before they write
-    the Round next."""
+    """The history alone judges: nothing is checked on the way."""
 
     feed, train, run_due = Cluster.feed, Cluster.train, Cluster.run_due
 
     def __init__(self, asked: Requirements, policy: Policy, holds: bool) -> None:
         super().__init__(asked, policy, holds)
         self.twins = True
-        self.delays: dict[str, float] = {}
-        self._latest = self.now
-
-    def wait(self, seconds: float) -> None:
-        super().wait(seconds)
-        self.now = self._latest = self.history.ended_at = max(self.now, self._latest)
-
-    def held_up(self, store: NodeStore, key: str) -> None:
-        """The agent stands still between its look at the guard and its write, and the others go on."""
-        node = next((node for node in self.nodes.values() if node.store is store), None)
-        if node is not None and key == self.keys.round and (delay_s := self.delays.pop(node.label, 0.0)):
-            self.freeze(node.label)
-            self.wait(delay_s)
-            self.thaw(node.label)
 
 
 class RecordedHosting(RecordedCluster, HostingCluster):
@@ -102,31 +134,17 @@ def history(store: str, seed: int) -> list[str]:
     policy = Policy(max_restarts=50, join_timeout_s=JOIN_S, store_away_s=30.0)
     c = (RecordedHosting if hosted else RecordedCluster)(asked, policy, rng.random() < 0.5)
     c.start_s, c.compares_one_key = rng.choice((0.0, 0.5, 4.0)), store != STORES[0]
-    swap = NodeStore.compare_and_swap
-
-    def held_up_swap(
-        store: NodeStore, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
-    ) -> bool:
-        if store.compares_one_key and guard is not None:
-            found = store.read(guard[0])
-            if found is None or found.version != guard[1]:
-                return False
-            guard = None
-        c.held_up(store, key)
-        return swap(store, key, expected, value, guard)
-
-    with patch.object(NodeStore, "compare_and_swap", held_up_swap):
-        for label in NAMES[: rng.randint(2 if hosted else 1, 4)]:
-            c.start(label)
-        c.wait(rng.choice((1.0, 8.0)))
-        for _ in range(rng.randint(1, MAX_FAULTS)):
-            _happen(c, rng, hosted)
-        all_is_well(c)
-        c.delays.clear()
-        c.wait(40.0)
-        if rng.random() < 0.5:
-            c.start("late")
-        c.wait(90.0)
+    for label in NAMES[: rng.randint(2 if hosted else 1, 4)]:
+        c.start(label)
+    c.wait(rng.choice((1.0, 8.0)))
+    for _ in range(rng.randint(1, MAX_FAULTS)):
+        _happen(c, rng, hosted)
+    all_is_well(c)
+    c.delays.clear()
+    c.wait(40.0)
+    if rng.random() < 0.5:
+        c.start("late")
+    c.wait(90.0)
     return breaches(c.history)
 
 
@@ -134,7 +152,7 @@ def _happen(c: RecordedCluster, rng: random.Random, hosted: bool) -> None:
     label = rng.choice(NAMES)
     match rng.choice((*KINDS, "held up", "later run", "split", "finish")):
         case "held up":
-            c.delays[label] = rng.choice(HELD_UP_S)
+            c.delay(label, rng.choice(HELD_UP_S))
         case "later run" if not hosted and rng.random() < 0.3:
             c.asked = replace(c.asked, run=str(int(c.asked.run) + 1))
         case "split":
@@ -179,14 +197,28 @@ class Guard:
 
 
 def _overwrites(replace_: Replace) -> None:
-    swap = NodeStore.compare_and_swap
+    swap = InterruptedStore.compare_and_swap
 
-    def write(store: NodeStore, key: str, expected: int | None, value: bytes, guard: Any = None) -> bool:
-        if guard is not None and (found := store.memory.read(key)) is not None:
-            expected = found.version
-        return swap(store, key, expected, value)
+    def write(store: InterruptedStore, key: str, expected: int | None, value: bytes, guard: Any = None) -> bool:
+        if key.endswith("/round"):
+            found = store.memory.read(key)
+            expected, guard = None if found is None else found.version, None
+        return swap(store, key, expected, value, guard)
 
-    replace_(NodeStore, "compare_and_swap", write)
+    replace_(InterruptedStore, "compare_and_swap", write)
+
+
+def _follows_an_older_round(replace_: Replace) -> None:
+    restore = RoundFollower._restore
+
+    def follow(follower: RoundFollower, round: Round, version: int | None) -> None:
+        if version is None:
+            return restore(follower, round, version)
+        follower.round = None  # what the store has is read as by an agent that has just started
+        follower.invalidate_leader()
+        return None
+
+    replace_(RoundFollower, "_restore", follow)
 
 
 def _registers_first(replace_: Replace) -> None:
@@ -232,26 +264,39 @@ def _ends_without_a_trace(replace_: Replace) -> None:
 
 
 GUARDS = (
-    Guard("a Round is written by compare-and-swap of the version it follows, and of the leader key", _overwrites),
+    Guard(
+        "a Round is written by compare-and-swap of the version it follows and of the leader key",
+        _overwrites,
+        LEADER_IS_HELD_UP.format(""),
+    ),
+    Guard(
+        "a Round is written by compare-and-swap of the version it follows",
+        _overwrites,
+        LEADER_IS_HELD_UP.format(" c10d"),
+        STORES[1],
+    ),
+    Guard(
+        "a new leader first gives the Round another version",
+        lambda replace_: replace_(RoundFollower, "fence_former_leader", lambda follower: None),
+        store=STORES[1],
+    ),
     Guard("a node reads the Round before it registers", _registers_first, "name_taken_over_while_cut_off"),
-    Guard("a Round without this node ends its group", _trains_on_without_a_place),
+    Guard("a Round without this node ends its group", _trains_on_without_a_place, A_LONE_NODE_IS_CUT_OFF),
     Guard(
         "another agent's name is taken only after its port has refused a probe",
         lambda replace_: replace_(NodeRegistration, "_may_replace", lambda registration, value: True),
     ),
     Guard(
-        "members write their Round again where the store has lost it",
+        "members write their Round again, and the spec with it, where the store has lost it",
         lambda replace_: replace_(RoundFollower, "_restore", lambda follower, round, version: None),
+        "store_emptied_under_us",
     ),
     Guard(
         "a Round of an earlier run never replaces one of a later run",
         lambda replace_: replace_(Round, "precedes", lambda round, other: round.number < other.number),
         "earlier_run_in_an_empty_store",
     ),
-    Guard(
-        "an older Round of a run never replaces a newer one",
-        lambda replace_: replace_(Round, "precedes", lambda round, other: round != other),
-    ),
+    Guard("an older Round of a run never replaces a newer one", _follows_an_older_round, AN_OLDER_COPY_OF_THE_STORE),
     Guard(
         "the wait for an earlier run's nodes has a deadline",
         lambda replace_: replace_(
@@ -264,10 +309,11 @@ GUARDS = (
         lambda replace_: replace_(SpecAgreement, "restore_spec", lambda agreement: None),
         "another_job_in_an_empty_store",
     ),
-    Guard("the end of a run stays for agents that come late", _ends_without_a_trace),
+    Guard("the end of a run stays for agents that come late", _ends_without_a_trace, A_JOB_ENDS),
     Guard(
         "every agent reads its keys again every 10 s, whatever its watches say",
         lambda replace_: replace_(member_module, "REREAD_S", float("inf")),
+        WATCHES_ARE_SILENT,
     ),
     Guard("hosted: a Round keeps more than half of the last one's members", _any_reading_will_do, store=STORES[2]),
 )

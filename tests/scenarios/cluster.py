@@ -147,6 +147,7 @@ class Cluster:
         self.agents: dict[str, Node] = {}
         self.saved: tuple[int, int] | None = None
         self.highest: dict[str, int] = {}
+        self.delays: dict[str, float] = {}
         self.hints: Callable[[Callable[[], None]], None] = lambda deliver: deliver()
         self._training: set[int] = set()
 
@@ -192,6 +193,7 @@ class Cluster:
         node.suspicion = HangDetector(
             name, self.policy, evidence, member.report_hang, _HangListener(self, label), report_every_look=False
         )
+        store.held_up = lambda key: self._hold_up(node, key)
         self.nodes[label] = self.agents[incarnation] = node
         return node
 
@@ -234,6 +236,16 @@ class Cluster:
     def thaw(self, label: str) -> None:
         self.nodes[label].frozen = False
         self._see_peers()
+
+    def delay(self, label: str, seconds: float) -> None:
+        """The node stands still for so long before it writes the Round next, after its look at the leader key."""
+        self.delays[label] = seconds
+
+    def _hold_up(self, node: Node, key: str) -> None:
+        if key == self.keys.round and (delay_s := self.delays.pop(node.label, 0.0)):
+            self.freeze(node.label)
+            self.wait(delay_s)
+            self.thaw(node.label)
 
     def hang(self, label: str, how: str) -> None:
         """The node's workers do not train any more: one of "sleeps", "burns", "stopped", "collective"; "" ends that."""
@@ -316,7 +328,7 @@ class Cluster:
             self._note_hearing()
         else:
             raise AssertionError(f"no end of turns at {self.now}")
-        self.now = self.history.ended_at = until
+        self.now = self.history.ended_at = max(self.now, until)  # it is later where a node was held up
         self._note_hearing()
 
     # ---- the history

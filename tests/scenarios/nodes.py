@@ -2,10 +2,12 @@
 
     > job nodes=2:3 holds             first line; also slots=N, run=N, any number of Policy: adopt_timeout_s=5
                                       stays=2: workers keep their processes; a new one needs 2 s to its entry; spares=K
+                                      c10d: a store that compares one key at a time
                                     host=a: a c10d store that ends with a's agent, and is empty when a starts again
     > start a b c                     agents start; b2=b: labelled b2, says it is node b; c:eval: with --role eval
                                       c@1.1: an elasticd one minor version newer, whose records have a field more
     > kill b | vanish b               its processes end; or the machine does, and no connection is reset
+    > delay a 12                      a stands still for so long before it writes a Round next
     > freeze b | thaw b               all its processes are stopped, or continue
     > cut a from store | peers | b    packets are dropped silently; several words are several cuts
     > heal a                          a reaches everything again
@@ -58,6 +60,7 @@ class ScriptedCluster:
         options = dict(w.partition("=")[::2] for w in words)
         fewest, _, most = options.pop("nodes").partition(":")
         holds, host = options.pop("holds", None) is not None, options.pop("host", "")
+        c10d = options.pop("c10d", None) is not None or bool(host)
         slots, run = int(options.pop("slots", 1)), options.pop("run", "")
         stays, spares = float(options.pop("stays", 0)), int(options.pop("spares", 0))
         kinds = {f.name: f.type for f in fields(Policy)}
@@ -66,7 +69,7 @@ class ScriptedCluster:
         asked = Requirements(1, slots, int(fewest), int(most or fewest), policy.last_call_timeout_s, run, spares)
         self.cluster = Cluster(asked, policy, slots, holds)
         self.cluster.start_s = stays
-        self.cluster.host, self.cluster.compares_one_key = host, bool(host)
+        self.cluster.host, self.cluster.compares_one_key = host, c10d
         self.at = self.shown_at = self.cluster.now
         self._requests: dict[str, int] = {}
 
@@ -102,6 +105,8 @@ class ScriptedCluster:
                     )
             case "hang", [label, ("sleeps" | "burns" | "stopped" | "collective") as how]:
                 c.hang(label, how)
+            case "delay", [label, seconds]:
+                c.delay(label, float(seconds))
             case "hang", [label, "over"]:
                 c.hang(label, "")
             case "exit", [label, *rest]:

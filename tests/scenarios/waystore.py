@@ -43,6 +43,8 @@ class NodeStore(InterruptedStore):
         self._reachable, self._hints, self._version = reachable, hints, version
         self.compares_one_key, self.standalone, self.is_host = False, True, False
         self.fates: dict[int, Fate] = {}
+        self.held_up: Callable[[str], None] = lambda key: None
+        """Called with the key before a swap, where the guard has been read already: time may pass."""
 
     @property
     def hosts(self) -> bool:
@@ -83,6 +85,7 @@ class NodeStore(InterruptedStore):
             if found is None or found.version != guard[1]:
                 return False
             guard = None
+        self.held_up(key)
         return super().compare_and_swap(key, expected, value, guard)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
