@@ -1,6 +1,6 @@
 """Every way in which a job ends, beside every kind of child that a worker may have: nothing is left, in bounded time.
 
-docs/endings.md has ENDINGS as a table; tests/docs/test_endings_page.py compares them.
+docs/endings.md has ENDINGS as a table.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
+from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGSTOP, SIGTERM, SIGUSR1
 
 import pytest
 
@@ -25,7 +26,7 @@ from elasticd_agent.job.run import remove_stale_directories
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
 from tests.faults.containers import as_process_1, memory_limit
-from tests.faults.job import PATIENCE_S, REPOSITORY, Job, comm_of, until
+from tests.faults.job import PATIENCE_S, REPOSITORY, SCRIPTS, Job, comm_of, until
 from tests.faults.test_checkpoints import unfinished
 
 pytestmark = pytest.mark.timeout(8 * PATIENCE_S)
@@ -54,13 +55,14 @@ def agent(run: Job) -> int:
 # --- what is there when the job ends
 
 
-def children(run: Job) -> None:
+def children(run: Job, but: str = "") -> None:
     """Every kind of them, each where it should be."""
     run.file("ready-1", 4 * PATIENCE_S)  # torch is imported three times
 
     def missing() -> list[str] | Counter[str]:
         there, said = pids_within(run), [line.split() for line in run.file("children").splitlines()]
-        if missing := Counter(CHILDREN) - Counter(kind for kind, _ in said):
+        wanted = Counter({kind: count for kind, count in CHILDREN.items() if kind != but})
+        if missing := wanted - Counter(kind for kind, _ in said):
             return missing
         return [
             f"{kind} {pid}"
@@ -136,11 +138,19 @@ def ctrl_c_and_on(run: Job) -> None:
     os.kill(run.helper("writer"), SIGCONT)
 
 
-def twice(run: Job) -> None:
-    to_agent(SIGTERM)(run)
-    run.event("stop_requested", grace_seconds=600.0)
-    time.sleep(2 * TOGETHER_S)
-    to_agent(SIGTERM)(run)
+def twice(once: Callable[[Job], None]) -> Callable[[Job], None]:
+    def fire(run: Job) -> None:
+        once(run)
+        run.event("stop_requested", grace_seconds=600.0)
+        time.sleep(2 * TOGETHER_S)
+        once(run)
+
+    return fire
+
+
+def error(run: Job) -> None:
+    (run.work / "error").touch()
+    run.event("worker_exited", exit_code=1)
 
 
 def to_everybody(*signals: int) -> Callable[[Job], None]:
@@ -211,7 +221,14 @@ ENDINGS = (
     Ending("SIGHUP", 128 + SIGHUP, to_agent(SIGHUP)),
     Ending("SIGUSR1, named in `--signals-to-handle`", 128 + SIGUSR1, to_agent(SIGUSR1),
            flags=("--signals-to-handle", "SIGUSR1")),
-    Ending("SIGTERM twice, and nothing heeds it", 128 + SIGTERM, twice, script=DEAF, flags=PATIENT),
+    Ending("SIGQUIT", 128 + SIGQUIT, to_agent(SIGQUIT)),
+    Ending("SIGTERM twice, and nothing heeds it", 128 + SIGTERM, twice(to_agent(SIGTERM)), script=DEAF, flags=PATIENT),
+    Ending("Ctrl-C twice, and nothing heeds it", 128 + SIGINT, twice(ctrl_c), script=DEAF, flags=PATIENT),
+    Ending("SIGTERM, and the worker is a shell that waits for the script", 128 + SIGTERM, to_agent(SIGTERM),
+           script=("sh", "-c", f"{sys.executable} {SCRIPTS / 'children.py'}; true"),
+           flags=("--shutdown-timeout", "1", "--no-python")),
+    Ending("an error of the script, with `--max-restarts 0`", 1, error, partial(children, but="saves"),
+           ("children.py", "fails"), ("--max-restarts", "0")),
     Ending("a worker is killed for lack of memory, with `--max-restarts 0`", 1, out_of_memory,
            flags=("--max-restarts", "0")),
     Ending("`kill -9` of a worker, then SIGTERM", 128 + SIGTERM, worker_or_owner("worker"), quick=True),

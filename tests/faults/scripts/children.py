@@ -1,6 +1,7 @@
 """A rank that waits beside children of every kind. Each of them is a line "KIND PID" in the file `children`.
 
-"deaf": it ignores the signals that stop a job, and so do its children. In later rounds it has only a daemon.
+"deaf": it ignores the signals that stop a job, and so do its children. "fails": it raises an error once the test wants
+it; nothing saves, since Python ends only after a save. In later rounds it has only a daemon.
 """
 
 from __future__ import annotations
@@ -42,12 +43,17 @@ def save() -> object:
     """A process that saves, and one that compiles: they import torch side by side."""
     storage = BlockedWriter(faults.WORK / "save")
     saving = async_save({}, storage_writer=storage, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-    pool = SubprocPool(1)
-    child("compiles", pool.process.pid)
-    child("compiles", pool.submit(os.getpid).result())
+    pool = compile()
     while "saves" not in (faults.WORK / "children").read_text():
         time.sleep(0.01)
     return saving, pool
+
+
+def compile() -> object:
+    pool = SubprocPool(1)
+    child("compiles", pool.process.pid)
+    child("compiles", pool.submit(os.getpid).result())
+    return pool
 
 
 def load() -> object:
@@ -82,17 +88,21 @@ def share() -> object:
     return lock, segment
 
 
-def main(deaf: bool) -> None:
+def main(deaf: bool, fails: bool) -> None:
     faults.at(0)
     dist.init_process_group("gloo")
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if deaf else ():
         signal.signal(signum, signal.SIG_IGN)
-    kept: list[object] = [make() for make in ((save, load, start, share) if faults.ROUND == 1 else (daemonise,))]
+    kept: list[object] = [
+        make() for make in ((compile if fails else save, load, start, share) if faults.ROUND == 1 else (daemonise,))
+    ]
     faults.write(f"ready-{faults.ROUND}", "ready")
     while not os.path.exists("hungry"):
+        if os.path.exists("error"):
+            raise RuntimeError("a test wants it")
         time.sleep(0.05)
     kept.append(b"x" * (1 << 30))
 
 
 if __name__ == "__main__":
-    main("deaf" in sys.argv)
+    main("deaf" in sys.argv, "fails" in sys.argv)
