@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,14 @@ def test_preload_that_turns_collection_off(job: StartJob, tmp_path: Path) -> Non
     assert "bad is not preloaded: it failed: KeyError: 'x'" in run.err and "off is not preloaded" not in run.err
     assert [(run.work / f"enabled-{rank}").read_text() for rank in (0, 1)] == ["False", "False"]
     assert (run.work / "collected-once").exists()
+
+
+def test_interpreter_that_does_not_run_the_hook(job: StartJob, tmp_path: Path) -> None:
+    """A wrapper that sets PYTHONPATH: the script runs in its ranks only, and not in the template, too."""
+    (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH=/nowhere exec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "tells.py").write_text("import os\nprint('I am', os.environ.get('RANK'), flush=True)\n")
+    run = job(tmp_path / "tells.py", env={"PYTHON_EXEC": str(tmp_path / "python")})
+    assert run.wait() == 0
+    assert sorted(run.out.splitlines()) == ["I am 0", "I am 1"]
+    assert "does not run elasticd's start-up hook" in run.err

@@ -28,6 +28,7 @@ import math
 import os
 import queue
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +62,7 @@ from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, Fi
 from elasticd_agent.workers.gpu_memory import GpuGate, open_gpu_memory
 from elasticd_agent.workers.launcher.owner_client import OwnerClient
 from elasticd_agent.workers.launcher.requests import (
+    LaunchRequests,
     PreloadPlan,
     find_script,
     plan_preload,
@@ -236,7 +238,7 @@ def _worker_factory(
         stack.callback(FileTimerServer(timer_file, inbox.put, _log.warning).close)
         inherited = {**inherited, FILE_VARIABLE: str(timer_file)}
     base_env = worker_base_environment(inherited, spec.max_workers)
-    preload = preload_for(spec)
+    preload = preload_for(spec, base_env)
     slot_gpus = spec.devices or (gpus if len(gpus) == spec.slots else ())
     memory = open_gpu_memory(gpus, inbox.put, _log.warning)
     stack.callback(memory.close)
@@ -290,7 +292,7 @@ def _reporting(
     return Reporting(spec, policy, settings, node, runtime)
 
 
-def preload_for(spec: JobSpec) -> PreloadPlan:
+def preload_for(spec: JobSpec, base_env: dict[str, str]) -> PreloadPlan:
     """Plan what the warm launcher imports before it forks: torch, what the script imports by name, `--preload`, and the
     package of the checkpoint's object store.
 
@@ -302,6 +304,15 @@ def preload_for(spec: JobSpec) -> PreloadPlan:
     listed = spec.base_environment(os.environ).get("PYTHONPATH", "").split(os.pathsep)
     first = spec.cwd if spec.mode is EntrypointMode.MODULE or script is None else script.resolve().parent
     plan = plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))
+    if (
+        plan.cold_reason is None
+        and spec.python != sys.executable
+        and not LaunchRequests(spec, base_env, plan).hook_runs()
+    ):
+        return PreloadPlan(
+            cold_reason=f"{spec.python} does not run elasticd's start-up hook, as where a wrapper sets PYTHONPATH, so "
+            "that no hang of a script without elasticd.init() is found"
+        )
     package = package_of(spec.checkpoint_dir) if spec.checkpoint_dir is not None else None
     return replace(plan, modules=(*plan.modules, package)) if package else plan
 

@@ -1,7 +1,7 @@
 """Composes requests to the owner: command lines, environments, and which modules the template preloads.
 
-Nothing is started here. The script's source is read, not run: a script that sets a variable which torch reads during
-its import must not find torch imported already, and starts cold.
+Nothing of the job is started here. The script's source is read, not run: a script that sets a variable which torch
+reads during its import must not find torch imported already, and starts cold.
 
 Preloading saves a second or more of each restart, and is worth nothing if it changes what the script does. Three rules
 keep a warm start equal to a cold one:
@@ -20,6 +20,7 @@ import ast
 import json
 import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -45,6 +46,8 @@ COMPILE_MODULES = ("torch._inductor.compile_fx",)
 LAZY_LIBRARY_MODULES = ("elasticd.session", "elasticd.sampler")
 """The lazy imports of `import elasticd`."""
 VARIABLES_READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
+HOOK_PROBE_S = 60.0
+"""An interpreter may start a container first."""
 MAX_SCANNED_FILES = 500
 """The most files of a script's own modules that are read."""
 
@@ -257,6 +260,25 @@ class LaunchRequests:
         self._spec = spec
         self._preload = preload
         self._base_env = {**base_env, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals)}
+
+    def hook_runs(self) -> bool:
+        """True if the job's interpreter runs the start-up hook. One that is a script around another may not pass
+        PYTHONPATH on, or not see the files: its template would run the script."""
+        launch = json.dumps(self._launch_config(mode="probe"))
+        env = {**self._base_env, "PYTHONPATH": self._python_path_with_hook(), "ELASTICD_LAUNCH": launch}
+        try:
+            probe = subprocess.run(
+                [self._spec.python, "-u", "-c", "raise SystemExit(1)"],
+                env=env,
+                cwd=self._spec.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=HOOK_PROBE_S,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return probe.returncode == 0
 
     def writer_request(self) -> HoldStates:
         return HoldStates([sys.executable, "-I", library_file("elasticd.checkpointing.memory.writer")], self._base_env)

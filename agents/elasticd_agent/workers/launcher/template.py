@@ -30,7 +30,8 @@ release: groups are forked ahead, and wait parked until a round needs them. A pa
 exits. The socket of the release stays open: `session.run` of the library parks a worker again, and it waits for another
 release.
 
-In a cold start (`"mode": "cold"`) the hook only installs the worker's heartbeat and returns.
+In a cold start (`"mode": "cold"`) the hook only installs the worker's heartbeat and returns. A probe (`"mode":
+"probe"`) shows that it runs at all.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def main(config: LaunchConfig) -> None:
     console.survive_closed_console()
     console.shorten_interrupts()
     library = load_library(config["library"])
+    if config["mode"] == "probe":
+        os._exit(0)
     if config["mode"] == "cold":
         console.survive_closed_console(config["logs"], full_disk_reporter(library))
         if "ELASTICD_HEARTBEAT" in os.environ:
