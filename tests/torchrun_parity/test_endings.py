@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.workers.launcher.requests import plan_preload
+from elasticd_agent.workers.launcher.requests import plan_preload, substitute_local_rank
 from tests.torchrun_parity.launching import DEADLINE_S, TORCHRUN, Both, Launched, Outcome, copied, under
 
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
@@ -162,6 +162,24 @@ def test_a_variable_set_before_torch_is_imported(tmp_path: Path, line: str, vari
     assert (cold is None) if variable is None else (cold is not None and variable in cold)
     script.write_text(f"import os\nimport torch\n{line}\n")
     assert plan_preload(script, (), ()).cold_reason is None
+
+
+@pytest.mark.parametrize(
+    ("arg", "of_rank_1", "cold"),
+    [
+        ("cuda:${local_rank}", "cuda:1", True),
+        ("cuda:$local_rank", "cuda:1", True),
+        ("$local_rank.log", "1.log", True),
+        ("$$local_rank", "$local_rank", False),
+        ("a$$b", "a$b", False),
+        ("^loss$", "^loss$", False),
+        ("$local_ranks ${x} $1", "$local_ranks ${x} $1", False),
+    ],
+)
+def test_local_rank_in_an_argument(arg: str, of_rank_1: str, cold: bool) -> None:
+    """As torch.distributed.elastic.utils.api.macros has it."""
+    assert substitute_local_rank(arg, 1) == of_rank_1
+    assert (plan_preload(None, (arg,), ()).cold_reason is not None) is cold
 
 
 def test_what_python_warns_of_in_the_script_is_said_by_the_workers_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import ast
 import json
 import os
 import re
+import string
 import subprocess
 import sys
 import warnings
@@ -72,7 +73,7 @@ def plan_preload(
     `script` is the file that will run, None if unknown; `path` are folders where it finds modules of its own. A script
     that cannot be read or parsed is no obstacle here: its own traceback explains it.
     """
-    if any("${local_rank}" in arg for arg in args):
+    if any(substitute_local_rank(arg, 0) != substitute_local_rank(arg, 1) for arg in args):
         return PreloadPlan(cold_reason="an argument holds ${local_rank}, which differs from worker to worker")
     modules = [*ALWAYS_PRELOADED]
     if script is not None:
@@ -91,6 +92,11 @@ def plan_preload(
         if "torch.compile" in source or ".compile(" in source:
             modules += COMPILE_MODULES
     return PreloadPlan(tuple(modules) + required, required)
+
+
+def substitute_local_rank(arg: str, local_rank: int) -> str:
+    """An argument of the script for one worker, as torchrun makes it: "$$" is "$"."""
+    return string.Template(arg).safe_substitute(local_rank=local_rank)
 
 
 def parse_script(source: str) -> ast.Module:
@@ -326,7 +332,7 @@ class LaunchRequests:
 
     def _command_line(self, local_rank: int) -> list[str]:
         spec = self._spec
-        args = [arg.replace("${local_rank}", str(local_rank)) for arg in spec.args]
+        args = [substitute_local_rank(arg, local_rank) for arg in spec.args]
         if spec.mode is EntrypointMode.EXEC:
             return [spec.entrypoint, *args]
         return [spec.python, "-u", *(["-m"] if spec.mode is EntrypointMode.MODULE else []), spec.entrypoint, *args]
