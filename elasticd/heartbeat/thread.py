@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -194,10 +194,15 @@ class HeartbeatThread:
         group = default_group()
         if group is None:
             self._issued = UNKNOWN_COUNT
+            if self._joining and self._timeout_ms:
+                return UNKNOWN_COUNT
             self._timeout_ms = 0
-            if not self._joining and self._writer.current_phase == Phase.STARTING and is_in_init_process_group():
+            if self._writer.current_phase == Phase.STARTING and (joins := call_of_init_process_group()) is not None:
+                timeout = joins.get("timeout")
+                self._timeout_ms = int(timeout.total_seconds() * 1000) if isinstance(timeout, timedelta) else 0
+                if not self._joining:
+                    self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP_BARRIER)
                 self._joining = True
-                self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP_BARRIER)
             return UNKNOWN_COUNT
         self._joining = False
         issued = self._collectives.issued()
@@ -217,14 +222,14 @@ class HeartbeatThread:
         return UNKNOWN_COUNT if issued < before or (another and before >= 0) else issued
 
 
-def is_in_init_process_group() -> bool:
-    """The main thread is inside init_process_group, where it waits for all other ranks."""
+def call_of_init_process_group() -> Mapping[str, Any] | None:
+    """The variables of the init_process_group in which the main thread waits for all other ranks; None: of none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_name == INIT_PROCESS_GROUP_BARRIER and "distributed" in frame.f_code.co_filename:
-            return True
+            return frame.f_locals
         frame = frame.f_back
-    return False
+    return None
 
 
 def script_is_over() -> bool:

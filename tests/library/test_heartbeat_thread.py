@@ -97,6 +97,21 @@ def test_timeout_that_the_script_gave_a_wait(start: Any, wait_for: Any) -> None:
     assert job.codes() == [0, 0], first.errors()
 
 
+def test_timeout_of_a_group_that_is_made(start: Any, wait_for: Any) -> None:
+    """It says how long the others may take to come there."""
+    job = start("heartbeat_ranks.py", "joining")
+    first, second = job.ranks
+    wait_for(lambda: first.read_heartbeat().collective_timeout_s == 77.0, "rank 0 to join")
+    assert first.read_heartbeat().barrier == heartbeat.INIT_PROCESS_GROUP_BARRIER
+    assert first.read_heartbeat().collectives == -1
+    assert second.read_heartbeat().collective_timeout_s == 0.0
+    second.request(1)
+    wait_for(lambda: all(rank.read_heartbeat().collectives == 0 for rank in job.ranks), "the group")
+    for rank in job.ranks:
+        rank.request(2)
+    assert job.codes() == [0, 0], first.errors()
+
+
 def test_thread_stalls_while_gil_is_held(start: Any, wait_for: Any) -> None:
     job = start("heartbeat_ranks.py", "holding_the_gil", world_size=1)
     (rank,) = job.ranks

@@ -86,6 +86,15 @@ def waiting_with_a_timeout() -> None:
         wait()
 
 
+def joining() -> None:
+    """Rank 1 comes later to the process group."""
+    thread.start()
+    if RANK == 1:
+        gate(1)
+    join()
+    gate(2)
+
+
 def holding_the_gil() -> None:
     thread.start()
     gate(1)
