@@ -100,6 +100,15 @@ def test_ranks_that_are_all_stopped_do_not_grow_older(watch: GroupObserver, writ
     assert watch.observe(133.0).ranks[0].idle_s == before.idle_s + 1.0
 
 
+def test_rank_that_is_stopped_for_a_part_of_each_moment_runs(watch: GroupObserver, writer: HeartbeatWriter) -> None:
+    """As by cpulimit: each look may find it stopped, and its heartbeat shows that it ran in between."""
+    watch.read_state = lambda pid: "T"
+    for look in range(20):
+        writer.tick(3, 0)
+        assert watch.observe(100.0 + look / 4).ranks[0].stopped_s == 0.0
+    assert [watch.observe(105.0 + look / 4).ranks[0].stopped_s for look in range(3)] == [0.25, 0.5, 0.75]
+
+
 @pytest.mark.parametrize(
     ("moved", "pids", "busy", "moves"),
     [(0, (), False, False), (50, (), False, False), (500, (), True, True), (0, (7,), True, False)],

@@ -120,6 +120,7 @@ class _Ages:
         if beat.alive_ticks != self.alive_ticks:  # 0: the thread has ended, the last act of an exit
             self.alive_ticks = beat.alive_ticks
             self.alive_s = 0.0 if beat.alive_ticks else -1.0
+            self.state = ""  # it has run since: cpulimit and the like stop it for a part of each moment
         elif self.alive_s >= 0:
             self.alive_s += passed_s
         if beat.moved_ticks != self.moved_ticks:
