@@ -177,6 +177,7 @@ def only_first_runs_script(threads: Sequence[Sequence[Frame]]) -> bool:
     """No thread but the first one runs code of the script, which could end the wait of this rank or of others.
 
     Nor will one: a timer, an event loop or a pool's result handler has frames of Python only until it calls the script.
+    torch's own threads may issue collectives, too: one that saves a distributed checkpoint in the background does.
     """
     return bool(threads) and all(map(_never_calls_script, threads[1:]))
 
@@ -188,6 +189,8 @@ def is_loading(frames: Sequence[Frame]) -> bool:
 
 def _never_calls_script(frames: Sequence[Frame]) -> bool:
     libraries = {frame.library for frame in frames}
+    if any(frame.path_in_library.startswith("torch/distributed/") for frame in frames):
+        return False
     return "" not in libraries and (
         libraries != {"python"} or any(_WORK_QUEUE_FILES.search(frame.file) for frame in frames)
     )
