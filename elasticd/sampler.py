@@ -33,7 +33,7 @@ _FIRST_CHUNK_POSITIONS = 128
 _MAX_CHUNK_POSITIONS = 8192
 # Frames between a DataLoader's iterator and this sampler: none, or those of a wrapper's generators.
 _MAX_WRAPPER_FRAMES = 8
-# A thread that fetches ahead of the loop may fetch more than a step a commit, until its queue is full: not so many.
+# A loop that looks ahead may fetch more than a step a commit, until its buffer is full: not so many.
 _COMMITS_FOR_CERTAINTY = 1000
 _COMMITS_IN_WINDOW = 16
 """Commits in which the loop has at least once trained on all that it had fetched, but what a DataLoader prefetches."""
@@ -130,9 +130,10 @@ class _Consumption:
     first_ahead: float = math.inf
     """The same of the first window."""
 
-    def on_commit(self, fetched: int, end: int) -> None:
+    def on_commit(self, fetched: int, is_told_by_fetches: bool) -> None:
+        """`is_told_by_fetches`: what the loop uses since the last commit is what was fetched meanwhile."""
         self.commits += 1
-        if self.commits > 1 and fetched < end:  # before the first commit the DataLoader fills its queues
+        if self.commits > 1 and is_told_by_fetches:  # before the first commit the DataLoader fills its queues
             new = fetched - self.fetched_at_commit
             self.least_fetched = new if self.least_fetched is None else min(self.least_fetched, new)
         self.fetched_at_commit = fetched
@@ -326,9 +327,11 @@ class ElasticBatchSampler:
                 "finish, and commit() counts them in the order of the epoch: a resume would repeat some samples and "
                 "lose others. Leave in_order at its default, True"
             )
-        self._consumption.on_commit(self._fetched, self._last_step_end)
+        # A thread of its own fetches as fast as it can: that says nothing about what the loop uses.
+        is_fetched_here = self._usage.fetching_thread == threading.get_ident()
+        self._consumption.on_commit(self._fetched, is_fetched_here and self._fetched < self._last_step_end)
         self._refuse_uncommitted_steps(self._consumption.leaves_steps_uncommitted(self._global_batch))
-        if self._usage.fetching_thread == threading.get_ident():
+        if is_fetched_here:
             left_out = self._consumption.find_left_out(self._fetched - step.stop)
             self._usage.left_out_steps = max(self._usage.left_out_steps, left_out // self._global_batch)
         self._usage.has_committed = True

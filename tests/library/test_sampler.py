@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -487,6 +488,19 @@ def test_epoch_that_is_left_early_may_be_followed(
         epoch_of(sampler, wrapper, workers, accumulate, limit)
     assert sampler.epoch == 1
     assert sampler.offset == min(8 * limit, n)
+
+
+def test_thread_may_fetch_faster_than_the_loop_commits() -> None:
+    """Two steps for each commit, until the end of the epoch."""
+    sampler = alone(64)
+    with ThreadPoolExecutor(1) as thread:
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            batches = iter(sampler)
+            for _ in range(sampler.steps_per_epoch):
+                thread.submit(list, islice(batches, 2)).result()
+                sampler.commit()
+    assert (sampler.epoch, sampler.offset) == (1, 64)
 
 
 class Repeated(Unchanged):
