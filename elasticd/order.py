@@ -28,12 +28,18 @@ class GivenOrder:
             set_epoch(epoch)
         if getattr(order, "generator", self) is not self:
             cast("Any", order).generator = torch.Generator().manual_seed(number)
+        name = getattr(order, "__name__", type(order).__name__)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(number)
             indices = order(epoch) if callable(order) and not hasattr(order, "__iter__") else order
-            self._indices = array("q", cast("Iterable[int]", indices))
+            try:
+                self._indices = array("q", cast("Iterable[int]", indices))
+            except TypeError as error:
+                raise SamplerError(
+                    f"order={name}: {error}; it has to give the numbers of single samples, of which "
+                    "ElasticBatchSampler makes the batches"
+                ) from error
         digest = hashlib.blake2b(self._indices.tobytes(), digest_size=8).hexdigest()
-        name = getattr(order, "__name__", type(order).__name__)
         self.name = f"{name}/{digest}"
 
     def __len__(self) -> int:

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -625,11 +627,12 @@ def test_given_order_that_is_not_the_same_again_is_refused() -> None:
         (DistributedSampler(range(20), 2, 0), "gives each rank a share"),
         (7, "give a sampler"),
         ([], "the dataset has 0 samples"),
+        (BatchSampler(SequentialSampler(range(20)), 4, drop_last=False), "numbers of single samples"),
     ],
 )
 def test_given_order_that_cannot_work(order: Any, message: str) -> None:
     with pytest.raises(SamplerError, match=message):
-        ElasticBatchSampler(20, 4, order=order, rank=0, world_size=1)
+        train(ElasticBatchSampler(20, 4, order=order, rank=0, world_size=1))
 
 
 def test_given_order_of_another_length_in_a_later_epoch_is_refused() -> None:
