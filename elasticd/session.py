@@ -59,8 +59,9 @@ __all__ = ["Resumed", "Session", "init"]
 logger = logging.getLogger("elasticd")
 T = TypeVar("T")
 
-MAX_DEFERRED_STEPS = 256
-"""Steps for which a save, a pause or a stop waits for an optimizer's step: gradients may also be old ones."""
+MAX_DEFERRED_STEPS = 1024
+"""Steps for which a save, a pause or a stop waits for an optimizer's step, more than gradients are accumulated for:
+they may also be old ones."""
 _PAUSE_WITHOUT_SAVE_REASON = "the agent requested a pause, and all processes stay"
 """The reason of a pause without a checkpoint."""
 _CLOSED_INSIDE = "what session.run() calls has closed the session: close it after session.run()"

@@ -80,6 +80,12 @@ def test_save_waits_for_a_step_without_accumulated_gradients(
     assert again["digest"] == whole["digest"]
 
 
+def test_save_waits_for_a_step_of_hundreds_of_micro_batches(start: Any, tmp_path: Path) -> None:
+    options = {"epochs": 1, "samples": 640, "micro": 320, "directory": str(tmp_path), "every": 20, "die": 319}
+    assert start(SCRIPT, options).codes()[0] == 3
+    assert lineage(tmp_path)[0] == []
+
+
 def test_epochs_tail_before_a_save_is_not_repeated(start: Any, tmp_path: Path) -> None:
     options = {"tail": "scheduler, save", "directory": str(tmp_path / "cut")}
     assert start(SCRIPT, {**options, "epochs": 2}).results()[0]["saves"] == [True, True]

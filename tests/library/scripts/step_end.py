@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "directory": None,
     "epochs": 50,
     "every": 1000,  # None: no checkpoint()
+    "samples": 32,
     "micro": 1,  # session.step() after each of so many micro-batches of a step
     "breaks": True,  # the inner loop is left at a stop
     "turns": False,  # the sampler is one of two that take turns
@@ -60,9 +61,9 @@ class Turns:
 def main() -> None:
     session = elasticd.init()
     torch.manual_seed(0)
-    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(options["samples"], 8, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    batch = 8 // options["micro"]
+    batch = max(2, 8 // options["micro"])
     sampler = elasticd.ElasticBatchSampler(dataset, global_batch=batch)
     model = DistributedDataParallel(nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
