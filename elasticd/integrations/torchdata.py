@@ -42,7 +42,8 @@ class RankLoader:
         self._samples = 0
         """The batches of this rank and epoch that the loop has got."""
         self._per_batch = getattr(loader, "batch_size", None) or 1
-        self._stopped = False
+        self._is_loaded = self._stopped = False
+        """The next iteration continues where a state was; the job stops."""
         self._world_size = _world_size()
         """The ranks among which the loader's own sampler shares out the data."""
 
@@ -69,6 +70,8 @@ class RankLoader:
         for name in ("sampler", "dataset"):
             if callable(set_epoch := getattr(getattr(self._loader, name, None), "set_epoch", None)):
                 set_epoch(self.epoch)
+        self._samples = self._samples if self._is_loaded else 0  # of an iteration that was left early
+        self._is_loaded = False
         for batch in self._loader:
             if self._stopped:
                 return

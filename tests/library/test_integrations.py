@@ -207,6 +207,18 @@ def test_rank_loader_with_a_sampler_for_other_ranks() -> None:
         loader.load_state_dicts([{"epoch": 0, "samples": 0, "loader": {}}], 0, 2)
 
 
+def test_iteration_that_was_left_early_has_no_part_in_the_place_of_the_next() -> None:
+    """As of the longer one of two loaders that are used together."""
+
+    class Loader(list[int]):
+        state_dict = load_state_dict = dict
+
+    loader = RankLoader(Loader(range(5)))
+    for taken in (3, 2):
+        list(itertools.islice(loader, taken))
+    assert loader.state_dict()["samples"] == 2
+
+
 def test_callers_random_stream_is_left_alone() -> None:
     before = torch.get_rng_state()
     list(ElasticLoader(shuffled(), 4))
