@@ -48,7 +48,7 @@ from elasticd.heartbeat.scalars import ScalarSampler
 from elasticd.in_place import EntryState
 from elasticd.rejoin import launch_channel, newcomer, transport
 from elasticd.rejoin.data_parallel import DataParallelModules
-from elasticd.sampler import ElasticBatchSampler, follow_group, samplers_of
+from elasticd.sampler import ElasticBatchSampler, check_attached_loader, follow_group, samplers_of
 from elasticd.sigterm import SigtermHandler
 
 if TYPE_CHECKING:
@@ -266,7 +266,8 @@ class Session:
         Modules may be wrapped (DDP, torch.compile): the checkpoint holds what is inside. An object with a `commit()`
         method gets that call at every `step()`, one with `on_stop()` when all ranks stop. Sends nothing to other ranks.
         Raises UsageError for an object that cannot be saved and loaded, for a name given twice, and after `restore()`.
-        Where that has loaded nothing, a call after the first step is a warning.
+        Where that has loaded nothing, a call after the first step is a warning. SamplerError for a loader with a state
+        beside that of its ElasticBatchSampler.
         """
         objects, own = (
             {name: training_state.as_attachable(name, obj) for name, obj in by_name.items()}
@@ -276,6 +277,7 @@ class Session:
         names = {*self._attached, *self._context.per_rank}
         for name, obj in every:
             sharded.check_mesh(name, obj, self._group.world_size)
+            check_attached_loader(name, obj)
             if name in names:
                 raise UsageError(f"attach({name}=...): that name is taken; each object needs its own")
             names.add(name)

@@ -21,10 +21,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from elasticd.errors import UsageError
+from elasticd.errors import SamplerError, UsageError
 from elasticd.integrations import accelerate, lightning, transformers
 from elasticd.integrations.loader import ElasticLoader
 from elasticd.integrations.torchdata import RankLoader
+from elasticd.sampler import ElasticBatchSampler, check_attached_loader
 from elasticd.shuffle import Permutation
 
 
@@ -205,6 +206,23 @@ def test_rank_loader_with_a_sampler_for_other_ranks() -> None:
     loader = RankLoader(Sharing())
     with pytest.raises(UsageError, match="DistributedSampler was made for 1 ranks, and now there are 2"):
         loader.load_state_dicts([{"epoch": 0, "samples": 0, "loader": {}}], 0, 2)
+
+
+@pytest.mark.parametrize("wrapper", [lambda loader: loader, RankLoader])
+def test_state_of_a_loader_that_fetches_ahead_of_its_sampler_is_refused(wrapper: Callable[[Any], Any]) -> None:
+    """As of torchdata's StatefulDataLoader."""
+
+    class Loader(DataLoader[int]):
+        state_dict = load_state_dict = dict
+
+    def over(**how: Any) -> Any:
+        return wrapper(Loader(Numbers(), **how))
+
+    sampler = ElasticBatchSampler(Numbers(), 2)
+    for loader in (over(batch_sampler=sampler), over(num_workers=1), ElasticLoader(shuffled(num_workers=1), 4)):
+        check_attached_loader("loader", loader)
+    with pytest.raises(SamplerError, match=r"attach\(loader=\.\.\.\): the place of this Loader is its ElasticBatch"):
+        check_attached_loader("loader", over(batch_sampler=sampler, num_workers=1))
 
 
 def test_iteration_that_was_left_early_has_no_part_in_the_place_of_the_next() -> None:
