@@ -34,7 +34,7 @@ _MAX_CHUNK_POSITIONS = 8192
 # Frames between a DataLoader's iterator and this sampler: none, or those of a wrapper's generators.
 _MAX_WRAPPER_FRAMES = 8
 # A loop that looks ahead may fetch more than a step a commit, until its buffer is full: not so many.
-_COMMITS_FOR_CERTAINTY = 1000
+_COMMITS_FOR_CERTAINTY = 32
 _COMMITS_IN_WINDOW = 16
 """Commits in which the loop has at least once trained on all that it had fetched, but what a DataLoader prefetches."""
 _LOADER_MODULES = ("torch.utils.data.", "torchdata.")
@@ -518,7 +518,7 @@ class ElasticBatchSampler:
             f"the cursor is at {self._cursor_text()}, but all samples before {self._fetched} were fetched, more than "
             "one step for each commit(). If this DataLoader went through Accelerate's prepare(), leave it out: "
             "the sampler already gives each rank its share. If each step trains on several micro-batches, give "
-            "ElasticBatchSampler(accumulate=...)"
+            "ElasticBatchSampler(accumulate=...). If the loop leaves out batches, call session.step() for them, too"
         )
 
     def _refuse_endless_loader(self, loader: _Loader) -> None:

@@ -441,9 +441,9 @@ def epoch_of(
     [
         (64, SecondDivision, 0, 1, 32),
         (64, SecondDivision, 2, 1, 32),  # all are prefetched
-        (400, SecondDivision, 2, 1, 168),  # at the end of the sampler, with batches still in the DataLoader's queues
-        (400, None, 0, 2, 200),  # accumulate= is not given
-        (100_000, None, 0, 2, 7992),
+        (240, SecondDivision, 2, 1, 88),  # at the end of the sampler, with batches still in the DataLoader's queues
+        (160, None, 0, 2, 80),  # accumulate= is not given
+        (100_000, None, 0, 2, 248),
     ],
 )
 @pytest.mark.parametrize("again", [lambda sampler: sampler.set_epoch(1), iter], ids=["set_epoch", "iter"])
