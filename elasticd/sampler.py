@@ -37,6 +37,8 @@ _MAX_WRAPPER_FRAMES = 8
 _COMMITS_FOR_CERTAINTY = 32
 _COMMITS_IN_WINDOW = 16
 """Commits in which the loop has at least once trained on all that it had fetched, but what a DataLoader prefetches."""
+_MAX_STEPS_AHEAD = 4
+"""Steps whose batches a loop takes ahead, to copy them to its device."""
 _LOADER_MODULES = ("torch.utils.data.", "torchdata.")
 
 
@@ -52,6 +54,7 @@ class _Loader(NamedTuple):
 
     unordered: bool = False  #: the batches arrive in another order than the sampler's
     wrapped: bool = False  #: another batch sampler is between them
+    queued: int = 0  #: batches that its worker processes fetch ahead
     iteration: weakref.ref[Any] | None = None
     """The iterator of the other batch sampler that the DataLoader has begun."""
 
@@ -72,6 +75,7 @@ class SamplerUsage:
     fetched_training_batches: int = 0  #: those that were not fetched in `torch.no_grad()`
     fetching_thread: int = 0
     left_out_steps: int = 0  #: steps of an epoch that were fetched, and for which `commit()` was not called
+    skipped_steps: int = 0  #: those that the loop has left out first after a restore, as from the epoch's beginning
 
 
 _SAMPLERS: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
@@ -340,6 +344,7 @@ class ElasticBatchSampler:
                 "finish, and commit() counts them in the order of the epoch: a resume would repeat some samples and "
                 "lose others. Leave in_order at its default, True"
             )
+        self._find_skipped(has_ended=False)
         # A thread of its own fetches as fast as it can: that says nothing about what the loop uses.
         is_fetched_here = self._usage.fetching_thread == threading.get_ident()
         self._consumption.on_commit(self._fetched, is_fetched_here and self._fetched < self._last_step_end)
@@ -374,6 +379,7 @@ class ElasticBatchSampler:
                 self._consumption.has_left_steps_uncommitted(self._global_batch, self._world_size)
             )
             self._refuse_endless_loader(_calling_loader(self))
+            self._find_skipped(has_ended=True)
             self._place_cursor(epoch, 0)
 
     @property
@@ -521,6 +527,20 @@ class ElasticBatchSampler:
             "ElasticBatchSampler(accumulate=...). If the loop leaves out batches, call session.step() for them, too"
         )
 
+    def _find_skipped(self, has_ended: bool) -> None:
+        """Count what a loop has left out that resumes by itself: after a restore, and before its first commit or the
+        epoch's end, as many steps as were trained on, or all that were left.
+        """
+        consumed, is_fetched_here = self._consumption, self._usage.fetching_thread == threading.get_ident()
+        if not (self._restored and is_fetched_here and not consumed.commits and consumed.exhausted == has_ended):
+            return
+        trained = self._offset // self._global_batch
+        taken = (self._fetched - self._offset) // self._global_batch - consumed.loader.queued // self._accumulate
+        skipped = taken if has_ended else taken - 1
+        # A loop may take a batch before it trains on the one before.
+        if skipped > _MAX_STEPS_AHEAD and (skipped <= trained if has_ended else skipped - trained in (0, 1)):
+            self._usage.skipped_steps = skipped
+
     def _refuse_endless_loader(self, loader: _Loader) -> None:
         """SamplerError for a DataLoader that fetches ahead of `commit()` beyond the end of an epoch: the cursor cannot
         follow it.
@@ -598,9 +618,10 @@ def _calling_loader(sampler: object) -> _Loader:
             in_order = getattr(names.get("loader"), "in_order", getattr(iterator, "_in_order", True))
             unordered = not in_order and getattr(iterator, "_num_workers", 0) > 1
             wrapped = getattr(iterator, "_index_sampler", sampler) is not sampler
+            queued = (getattr(names.get("loader"), "prefetch_factor", 0) or 0) * getattr(iterator, "_num_workers", 0)
             with contextlib.suppress(AttributeError, TypeError):  # not begun, or of a class without weak references
-                return _Loader(unordered, wrapped, weakref.ref(iterator._sampler_iter))
-            return _Loader(unordered, wrapped)
+                return _Loader(unordered, wrapped, queued, weakref.ref(iterator._sampler_iter))
+            return _Loader(unordered, wrapped, queued)
         if frame.f_back is None:
             break
         frame = frame.f_back

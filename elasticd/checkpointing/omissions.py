@@ -306,6 +306,12 @@ class Omissions:
                     f"{batches} of the attached sampler without session.step(): a restart in this epoch trains again "
                     "on as many. Call session.step() for a batch that the loop leaves out, too"
                 )
+            if usage.skipped_steps:
+                self._warn_once(
+                    f"the loop has left out the first {usage.skipped_steps} steps after restore(), but the attached "
+                    "sampler continues by itself after what was trained on: in this epoch nobody trains on their "
+                    "samples. Remove what the script does to skip batches"
+                )
         before, self._fetched = self._fetched, {}
         for sampler in uncommitted_samplers():
             if id(sampler) in self._known:

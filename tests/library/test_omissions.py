@@ -136,6 +136,13 @@ def test_other_run_without_restore_is_a_warning(start: Any, tmp_path: Path) -> N
     assert "has a checkpoint of step 24, and session.restore() was not called: training begins anew" in warning
 
 
+def test_loop_that_skips_batches_by_itself_is_told(start: Any, tmp_path: Path) -> None:
+    start("forgotten.py", "skips_batches_after_a_restore", str(tmp_path / "shared")).results()
+    for seen in start("forgotten.py", "skips_batches_after_a_restore", str(tmp_path / "shared"), round=2).results():
+        (warning,) = seen["warnings"]
+        assert warning.startswith("the loop has left out the first 8 steps after restore(), but the attached sampler")
+
+
 @pytest.mark.parametrize(("case", "error"), [("another_class", "and has no dampening, momentum"), ("alike_class", "")])
 def test_resume_with_another_class_of_optimizer(start: Any, tmp_path: Path, case: str, error: str) -> None:
     directory = str(tmp_path / "shared")

@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from elasticd.errors import SamplerError
-from elasticd.sampler import ElasticBatchSampler
+from elasticd.sampler import ElasticBatchSampler, usage_of
 from elasticd.shuffle import Permutation
 
 
@@ -503,6 +503,36 @@ def test_thread_may_fetch_faster_than_the_loop_commits() -> None:
                 thread.submit(list, islice(batches, 2)).result()
                 sampler.commit()
     assert (sampler.epoch, sampler.offset) == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("trained", "skip", "ahead", "workers", "found"),
+    [
+        (10, 10, 0, 0, 10),
+        (10, 10, 0, 2, 10),
+        (10, 10, 1, 0, 11),
+        (20, 20, 0, 0, 12),  # all that is left
+        (20, 20, 0, 2, 8),  # but what the workers have fetched
+        (10, 0, 0, 0, 0),
+        (10, 0, 0, 2, 0),
+        (10, 0, 1, 2, 0),
+        (2, 0, 1, 0, 0),
+        (10, 5, 0, 0, 0),  # of another reason
+        (28, 0, 0, 2, 0),
+    ],
+)
+def test_batches_that_a_loop_skips_after_a_restore_are_counted(
+    trained: int, skip: int, ahead: int, workers: int, found: int
+) -> None:
+    before, after = alone(128), alone(128)
+    train(before, trained)
+    after.load_state_dict(before.state_dict())
+    batches = iter(DataLoader(range(128), batch_sampler=after, num_workers=workers))  # type: ignore[arg-type, var-annotated]
+    list(islice(batches, skip))
+    if list(islice(batches, 1 + ahead)):
+        after.commit()
+    after.set_epoch(1)
+    assert usage_of(after).skipped_steps == found
 
 
 class Repeated(Unchanged):

@@ -245,6 +245,17 @@ leaves_out("no_batch_left_out_in_chunks", in_chunks)
 leaves_out("no_batch_left_out_in_a_thread", in_thread)
 
 
+@case
+def skips_batches_after_a_restore(loop: Loop) -> None:
+    loop.sampler = elasticd.ElasticBatchSampler(data, 2, rank=0, world_size=1)
+    loop.attach()
+    done = loop.session.steps
+    batches = iter(DataLoader(data, batch_sampler=loop.sampler))
+    for batch in itertools.islice(batches, done, done + 8):
+        loop.learn(batch)
+        loop.session.step()
+
+
 # --- session.step() ---------------------------------------------------------------------------------------------------
 
 
