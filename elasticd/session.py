@@ -59,9 +59,9 @@ __all__ = ["Resumed", "Session", "init"]
 logger = logging.getLogger("elasticd")
 T = TypeVar("T")
 
-MAX_DEFERRED_STEPS = 1024
-"""Steps for which a save, a pause or a stop waits for an optimizer's step, more than gradients are accumulated for:
-they may also be old ones."""
+MAX_DEFERRED_STEPS, MAX_ACCUMULATED_STEPS = 256, 1024
+"""Steps for which a save, a pause or a stop waits for an optimizer's step: before one has been seen, as gradients may
+also be old ones, or those of an update that is no optimizer of torch's; and once one has been."""
 _PAUSE_WITHOUT_SAVE_REASON = "the agent requested a pause, and all processes stay"
 """The reason of a pause without a checkpoint."""
 _CLOSED_INSIDE = "what session.run() calls has closed the session: close it after session.run()"
@@ -192,8 +192,8 @@ class Session:
         """A save is due; by `save()`. All ranks decide at the end of each step until it is made."""
         self._due = ""
         """The reason, on rank 0."""
-        self._partial = 0
-        """The steps for which rank 0 waited for an optimizer's step."""
+        self._partial, self._max_partial = 0, MAX_DEFERRED_STEPS
+        """The steps for which rank 0 waited for an optimizer's step, and waits at most."""
         self._between_steps: BetweenSteps | None = None
         self._since_restore: RestoredModules | None = None
         """Until the first batch."""
@@ -866,7 +866,7 @@ class Session:
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._launch.raise_if_changed()
-        self.has_optimized = True
+        self.has_optimized, self._max_partial = True, MAX_ACCUMULATED_STEPS
         self._saver.compared_state.stepped.add(id(optimizer))
         if self._between_steps is not None and not self._between_steps.has_begun:
             self._on_step_begin(is_certain=False)
@@ -942,7 +942,7 @@ class Session:
         if (
             action == "continue"
             or self._was_optimized
-            or self._partial == MAX_DEFERRED_STEPS
+            or self._partial >= self._max_partial
             or not self._has_gradients()
         ):
             return action, why

@@ -81,7 +81,7 @@ def test_save_waits_for_a_step_without_accumulated_gradients(
 
 
 def test_save_waits_for_a_step_of_hundreds_of_micro_batches(start: Any, tmp_path: Path) -> None:
-    options = {"epochs": 1, "samples": 640, "micro": 320, "directory": str(tmp_path), "every": 20, "die": 319}
+    options = {"epochs": 1, "samples": 1280, "micro": 320, "directory": str(tmp_path), "every": 330, "die": 639}
     assert start(SCRIPT, options).codes()[0] == 3
     assert lineage(tmp_path)[0] == []
 
