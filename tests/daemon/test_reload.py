@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 
@@ -43,21 +44,27 @@ def test_reload_is_atomic_and_names_changes_that_need_a_restart(node: MakeNode) 
     n1.assert_gone()
 
 
-@pytest.mark.parametrize("key", ["state_dir", "node"])
-def test_replacement_that_would_lose_the_running_jobs_is_refused(node: MakeNode, key: str) -> None:
+def test_replacement_that_would_lose_the_running_jobs_is_refused(node: MakeNode) -> None:
     """In another state directory it would start them a second time on the same GPUs; as another node, stop them."""
     n1 = node()
     n1.job("one", "plain.py", COLD, "sleep", workers=1)
     n1.start()
     until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
-    n1.settings[key] = n1.root / "moved" if key == "state_dir" else "n2"
-    n1.write()
-    n1.signal(signal.SIGUSR2)
-    n1.wait_for_log(f"this agent keeps running: with another {key} it would not find the jobs that run here", 20)
-    n1.signal(signal.SIGHUP)
-    n1.wait_for_log("takes effect at the next start (systemctl restart, which drains)")
-    assert len(n1.workers("one")) == 1
-    assert lives(n1.workers("one")[0])
+    right = dict(n1.settings)
+    for key, other in (("state_dir", n1.root / "moved"), ("node", "n2")):
+        n1.settings = {**right, key: other}
+        n1.write()
+        n1.signal(signal.SIGUSR2)
+        n1.wait_for_log(f"this agent keeps running: with another {key} it would not find the jobs that run here", 20)
+        n1.signal(signal.SIGHUP)
+        n1.until(
+            lambda key=key: re.search(
+                rf"SIGHUP: {key}: .* takes effect at the next start \(systemctl restart, which drains\)", n1.log
+            ),
+            key,
+        )
+        assert len(n1.workers("one")) == 1
+        assert lives(n1.workers("one")[0])
     assert n1.drain() == 0
     n1.assert_gone()
 

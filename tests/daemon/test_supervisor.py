@@ -45,16 +45,18 @@ def test_killed_agent_is_restarted_and_adopts_its_runners(node: MakeNode) -> Non
     n1.signal(signal.SIGHUP)
     n1.event("agent_reloaded")
     os.kill(runner, signal.SIGKILL)
+    until(lambda: not lives(worker), "the end of the worker of a killed runner", 15.0)
     n1.event("runner_ended", outcome="lost")
     until(lambda: runner not in children(n1.pid), lambda: f"the zombie {runner} to be reaped\n{n1.diagnostics()}")
     until(lambda: n1.runner("one") != runner and n1.workers("one") != (worker,), n1.diagnostics)
     assert n1.drain() == 0
-    assert not lives(worker)
     n1.assert_gone()
 
 
-def test_stray_signals_end_neither_supervisor_agent_nor_runner(node: MakeNode) -> None:
-    """As schedulers, limits and timers send them. The log names each."""
+def test_stray_signals_and_a_wrong_configuration_end_no_job(node: MakeNode) -> None:
+    """Signals as schedulers, limits and timers send them: the log names each. With the container, a wrong configuration
+    would end the job without a checkpoint.
+    """
     n1 = node()
     n1.job("one", "plain.py", COLD, "sleep", workers=1)
     n1.start("--supervised")
@@ -68,7 +70,13 @@ def test_stray_signals_end_neither_supervisor_agent_nor_runner(node: MakeNode) -
         n1.wait_for_log(f"{name} is ignored: SIGTERM drains")
         until(lambda name=name: f"{name} is ignored" in n1.files("one").runner_log.read_text(), n1.diagnostics)
     assert agent in children(n1.pid)
-    assert (n1.runner("one"), n1.workers("one")) == (runner, workers)
+    right = n1.config.read_text()
+    n1.config.write_text(right + "nonsense = 1\n")
+    os.kill(agent, signal.SIGKILL)
+    n1.wait_for_log("the agent ended with code 2 and is started again")
+    n1.config.write_text(right)
+    until(lambda: len(n1.events("node_registered")) > 1, n1.diagnostics)
+    assert (n1.runner("one"), n1.workers("one")) == (runner, workers) and lives(*workers)
     assert n1.drain() == 0
 
 
@@ -77,22 +85,6 @@ def test_wrong_configuration_is_not_retried(node: MakeNode) -> None:
     n1.start("--supervised", wait=False)
     assert n1.wait() == 2
     assert n1.log.count("elasticd agent: error:") == 1
-
-
-def test_wrong_configuration_ends_no_job(node: MakeNode) -> None:
-    """With the container it would, without a checkpoint."""
-    n1 = node()
-    n1.job("one", "plain.py", COLD, "sleep", workers=1)
-    n1.start("--supervised")
-    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
-    right, workers = n1.config.read_text(), n1.workers("one")
-    n1.config.write_text(right + "nonsense = 1\n")
-    os.kill(n1.events("agent_started")[0]["pid"], signal.SIGKILL)
-    n1.wait_for_log("the agent ended with code 2 and is started again")
-    n1.config.write_text(right)
-    until(lambda: len(n1.events("node_registered")) > 1, n1.diagnostics)
-    assert n1.workers("one") == workers and lives(*workers)
-    assert n1.drain() == 0
 
 
 @pytest.mark.system

@@ -122,6 +122,7 @@ def test_registered_agent_stays_ready_without_the_store(nodes: MakeNode, etcd: E
     assert n1.drain() == 0
 
 
+@pytest.mark.system
 def test_killed_runner_ends_its_workers_and_is_restarted(node: MakeNode) -> None:
     n1 = node()
     workers, runner = training(n1), n1.runner("one")
