@@ -22,6 +22,8 @@ PRELOADED = (
     "torch._dynamo",
     "torch.nn.parallel",
     "torch.utils.data",
+    "torch.distributed.checkpoint",
+    "torch.distributed.optim",
     "elasticd.checkpointing.restore",
     "elasticd.session",
 )
