@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
-from tests.library.conftest import SCRIPTS
+from typing import Any
 
 
-def test_ddp_can_be_built_and_every_other_collective_is_refused() -> None:
-    env = {**os.environ, "RANK": "2", "WORLD_SIZE": "3", "ELASTICD_NEWCOMER": "1"}
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "newcomer.py"], env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+def test_ddp_can_be_built_and_every_other_collective_is_refused(start: Any) -> None:
+    (seen,) = start("newcomer.py", world_size=1, RANK="2", WORLD_SIZE="3", ELASTICD_NEWCOMER="1").results()
     assert seen["passed"] == []
     assert seen["sizes"] == [2, 3, True, 2, 3] and seen["is_left"]
     assert len(seen["refused"]) == 16

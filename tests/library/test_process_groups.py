@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
-import pytest
+from pathlib import Path
+from typing import Any
 
 SCRIPT = """
 import json, os, sys
@@ -38,12 +35,10 @@ os._exit(0)
 """
 
 
-@pytest.mark.timeout(90)
-def test_groups_of_other_programs_are_known(tmp_path: object) -> None:
-    command = [sys.executable, "-c", SCRIPT, f"{tmp_path}/rpc"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_groups_of_other_programs_are_known(start: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    (found,) = start(str(script), f"{tmp_path}/rpc", world_size=1).results()
     assert found["before"] == []
     assert found["own"] == {"0": [True, False], "1": [True, True]}
     assert found["part of a larger job"] == {"0": [False, False], "1": [False, True]}

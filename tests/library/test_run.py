@@ -328,7 +328,7 @@ def test_fifty_changes_leave_nothing_behind(make_owner: Callable[[str], Owner]) 
     [
         {"hooks": True, "ddp": {"static_graph": True}},
         {"compile": "outside", "ddp": {"gradient_as_bucket_view": True}},
-        {"compile": "inside"},
+        pytest.param({"compile": "inside"}, marks=pytest.mark.system),
         pytest.param({"compile": "outside", "backend": "inductor"}, marks=pytest.mark.system),
     ],
     ids=["hooks", "compiled", "compiled inside", "by inductor"],

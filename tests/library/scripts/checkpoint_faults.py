@@ -1,6 +1,6 @@
 """Run by test_checkpoint_faults.py: saves checkpoints in processes that are stopped, or on a disk that is full.
 
-torch is imported once; the writer is a fork. Prints one JSON line for each thing that happened.
+The writer is a fork. Prints one JSON line for each thing that happened.
 """
 
 from __future__ import annotations
