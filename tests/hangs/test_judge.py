@@ -84,6 +84,20 @@ def test_verdict_is_new_once_and_repeats() -> None:
     assert len(judge.new_verdicts) == 1, "the same one, only older"
 
 
+def test_next_round_is_judged_by_its_own_reports() -> None:
+    judge = HangJudge(POLICY)
+    found = judge.turn(ROUND, [A, B], NOBODY, NOW)
+    following = [replace(each, round=4) for each in (A, B)]
+    again = judge.turn(replace(ROUND, number=4), following, NOBODY, NOW + 1)
+    assert (found.round, again.round) == (3, 4)
+    assert judge.new_verdicts == [found, again]
+
+
+def test_hang_is_as_old_as_the_culprits_silence() -> None:
+    found = HangJudge(POLICY).turn(ROUND, [A, report("b", 1, 4, behind=True, idle_s=30.0)], NOBODY, NOW)
+    assert (found.culprits, found.hung_s) == ((("b", 1, 4),), 30.0)
+
+
 def test_withdrawn_report_ends_the_hang() -> None:
     judge = HangJudge(POLICY)
     waits = [report(node, rank, rank, behind=False, idle_s=90.0) for rank, node in enumerate("ab")]

@@ -56,6 +56,16 @@ def test_a_node_with_too_few_left_announces_none() -> None:
     assert slots.usable == (0, 1)
 
 
+def test_end_of_another_round_does_not_end_the_wait() -> None:
+    slots = Slots("b", (0, 1), min_workers=1)
+    slots.forget_blocked(3)  # nothing waits
+    slots.handle(stuck(70, 1))
+    assert slots.remember_if_blocked(ROUND)
+    slots.forget_blocked(2)
+    slots.handle(UnkillableProcessEnded(70))
+    assert slots.take_unblocked() == ROUND
+
+
 def test_a_round_waits_for_its_slot_unless_it_is_over() -> None:
     slots = Slots("b", (0, 1), min_workers=1)
     assert not slots.remember_if_blocked(ROUND)

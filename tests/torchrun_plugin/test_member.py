@@ -21,7 +21,7 @@ import torch.distributed.elastic.rendezvous as torchs
 import torch.distributed.elastic.rendezvous.registry as torchs_registry
 from torch.distributed import TCPStore
 
-from elasticd.errors import UsageError
+from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.store import Lease, Watch
 from elasticd_agent.store.memory import MemoryStore
@@ -522,3 +522,26 @@ def test_next_round(view: TorchrunView, now: float, settled: bool, expected: str
 )
 def test_membership_change(view: TorchrunView, settled: bool, expected: int) -> None:
     assert membership_change(view, AB, ASKED, 10.0, registrations_settled=settled).node_count == expected
+
+
+def test_membership_change_in_words() -> None:
+    def why(*here: str) -> str:
+        view = _view(AB, *((node, 0, 0) for node in here))
+        return membership_change(view, AB, ASKED, 10.0, registrations_settled=True).why
+
+    assert why("a", "b") == ""
+    assert why("a") == "b lost"
+    assert why("c") == "2 nodes lost; c waiting to join"
+
+
+@pytest.mark.parametrize("port", [0, 65536])
+def test_member_without_an_address_is_refused(port: int) -> None:
+    for node, address, port_ in (("", "10.0.0.1", 1), ("a", "", 1), ("a", "10.0.0.1", port)):
+        with pytest.raises(WireError, match="is no address"):
+            TorchrunMember(node, address, port_).check()
+
+
+@pytest.mark.parametrize(("number", "nodes"), [(0, "a"), (1, ""), (1, "aa")])
+def test_round_that_cannot_be_is_refused(number: int, nodes: str) -> None:
+    with pytest.raises(WireError, match="is invalid"):
+        TorchrunRound.from_json(_round(number, *nodes).to_json())

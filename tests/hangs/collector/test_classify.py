@@ -10,9 +10,11 @@ import pytest
 from elasticd_agent.hangs.collector.classify import (
     FactsBesideStack,
     StackLocation,
+    is_loading,
     locate,
     only_first_runs_script,
     representative_thread_index,
+    script_function,
     script_place,
 )
 from elasticd_agent.hangs.rank import RankState
@@ -110,6 +112,20 @@ def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> No
 
 def test_locate_without_frames() -> None:
     assert locate([], WAITS) == StackLocation("elsewhere", "")
+    assert script_function([]) == ""
+    assert script_function(stack(*SCRIPT)) == "train.py train"
+
+
+def test_debugger_that_runs_the_script_does_not_wait_for_a_person() -> None:
+    """Nor does a function of the script that has the name of a prompt's."""
+    assert locate(stack(*SCRIPT, f"run {PYTHON}/bdb.py:597")).where == "elsewhere"
+    assert locate(stack("cmdloop /home/me/train.py:7")).where == "elsewhere"
+    assert locate(stack(f"cmdloop {PYTHON}/cmd.py:126", *SCRIPT)).where == "debugger"
+
+
+def test_import_is_loading() -> None:
+    assert is_loading(stack("exec_module <frozen importlib._bootstrap_external>:940", *SCRIPT))
+    assert not is_loading(stack(*SCRIPT))
 
 
 JOIN = stack(*STACKS["waits for a thread"])
