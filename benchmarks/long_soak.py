@@ -207,6 +207,13 @@ def read(directory: Path) -> list[Minute]:
     return list(checker.lines(directory / "minutes.jsonl"))
 
 
+def drop_torn_line(directory: Path) -> None:
+    """The last one, which a machine that went down has left without its end."""
+    path = directory / "minutes.jsonl"
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
 def hours(minutes: Sequence[Minute]) -> float:
     return float(sum(line["seconds"] for line in minutes)) / 3600
 
@@ -325,22 +332,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="only the table and the plot of what there is")
     args = parser.parse_args(argv)
     directory = args.directory.resolve()
-    directory.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:7.1f} {line}", file=sys.stderr, flush=True)
 
     before = read(directory)
+    if args.table and not before:
+        print(f"no soak has been recorded in {directory}", file=sys.stderr)
+        return 1
     left_s = 3600 * (args.hours - hours(before))
     if not args.table and left_s > 0:
         if reason := missing():
             print(f"no soak: {reason}", file=sys.stderr)
             return 1
+        directory.mkdir(parents=True, exist_ok=True)
         stop = threading.Event()
         number = 1 + max((line["segment"] for line in before), default=0)
         say(f"seed {args.seed}: part {number}, {left_s / 3600:.1f} hours are left")
         clear(directory)
+        drop_torn_line(directory)
         with stopped_by_signals(stop):
             soak(directory, number, args.seed, left_s, say, stop)
     minutes = read(directory)

@@ -41,6 +41,22 @@ def test_table_sums_up_all_parts() -> None:
         assert f"| {row} |" in told
 
 
+def test_line_that_is_not_whole_is_dropped(tmp_path: Path) -> None:
+    """The machine went down while it was written. What the next part adds is another line."""
+    path = tmp_path / "minutes.jsonl"
+    path.write_text('{"minute": 1}\n{"minu')
+    long_soak.drop_torn_line(tmp_path)
+    with path.open("a") as file:
+        file.write('{"minute": 2}\n')
+    assert [line["minute"] for line in long_soak.read(tmp_path)] == [1, 2]
+
+
+def test_table_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert long_soak.main(["--table", "--directory", str(tmp_path / "soak")]) == 1
+    assert "no soak has been recorded in" in capsys.readouterr().err
+    assert not (tmp_path / "soak").exists()
+
+
 @pytest.mark.system
 @pytest.mark.timeout(600)  # twice: agents start, a fault, all jobs end
 def test_stopped_run_is_continued(request: pytest.FixtureRequest) -> None:
