@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.workers.launcher.requests import plan_preload, substitute_local_rank
+from elasticd_agent.workers.launcher.requests import find_script, plan_preload, substitute_local_rank
 from tests.torchrun_parity.launching import DEADLINE_S, TORCHRUN, Both, Launched, Outcome, copied, under
 
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
@@ -180,6 +180,20 @@ def test_local_rank_in_an_argument(arg: str, of_rank_1: str, cold: bool) -> None
     """As torch.distributed.elastic.utils.api.macros has it."""
     assert substitute_local_rank(arg, 1) == of_rank_1
     assert (plan_preload(None, (arg,), ()).cold_reason is not None) is cold
+
+
+@pytest.mark.parametrize(
+    ("module", "entrypoint", "file"),
+    [(False, "app", "app/__main__.py"), (True, "app", "app/__main__.py"), (True, "lib.train", "path/lib/train.py")],
+)
+def test_a_variable_set_by_a_directory_and_by_a_module_on_the_path(
+    tmp_path: Path, module: bool, entrypoint: str, file: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("import os\nos.environ['TORCH_LOGS'] = 'graph'\nimport torch\n")
+    found = find_script(module, entrypoint, tmp_path, [tmp_path / "path"])
+    assert found == tmp_path / file
+    assert "sets TORCH_LOGS" in str(plan_preload(found, (), ()).cold_reason)
 
 
 def test_what_python_warns_of_in_the_script_is_said_by_the_workers_alone(tmp_path: Path) -> None:

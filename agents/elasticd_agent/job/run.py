@@ -300,10 +300,10 @@ def preload_for(spec: JobSpec, base_env: dict[str, str]) -> PreloadPlan:
     """
     if spec.mode is EntrypointMode.EXEC:
         return PreloadPlan(cold_reason="--no-python: there is no interpreter to keep warm")
-    script = find_script(spec.mode is EntrypointMode.MODULE, spec.entrypoint, spec.cwd)
-    listed = spec.base_environment(os.environ).get("PYTHONPATH", "").split(os.pathsep)
+    listed = [spec.cwd / folder for folder in base_env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    script = find_script(spec.mode is EntrypointMode.MODULE, spec.entrypoint, spec.cwd, listed)
     first = spec.cwd if spec.mode is EntrypointMode.MODULE or script is None else script.resolve().parent
-    plan = plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))
+    plan = plan_preload(script, spec.args, spec.preload, (first, *listed))
     if (
         plan.cold_reason is None
         and spec.python != sys.executable

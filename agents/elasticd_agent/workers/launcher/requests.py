@@ -24,7 +24,7 @@ import string
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -215,12 +215,16 @@ def worker_base_environment(environ: Mapping[str, str], workers: int) -> dict[st
     return env
 
 
-def find_script(module: bool, entrypoint: str, cwd: Path) -> Path | None:
-    """The file that will run: the script, or the module that `python -m` finds in `cwd` first; None if unknown."""
+def find_script(module: bool, entrypoint: str, cwd: Path, python_path: Iterable[Path] = ()) -> Path | None:
+    """The file that will run: the script, that of its directory, or the module that `python -m` finds first in `cwd`
+    and `python_path`; None if unknown.
+    """
     if not module:
-        return cwd / entrypoint
-    base = cwd.joinpath(*entrypoint.split("."))
-    return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
+        script = cwd / entrypoint
+        return script / "__main__.py" if script.is_dir() else script
+    bases = [folder.joinpath(*entrypoint.split(".")) for folder in (cwd, *python_path)]
+    files = (path for base in bases for path in (base.with_suffix(".py"), base / "__main__.py"))
+    return next((path for path in files if path.is_file()), None)
 
 
 INTEGRATED_MODULES = (
@@ -300,12 +304,12 @@ class LaunchRequests:
     def template_request(self) -> StartTemplate:
         """Return the request to start the template: the script's command line and paths, and what to import."""
         spec = self._spec
-        module = spec.mode is EntrypointMode.MODULE
+        script = None if spec.mode is EntrypointMode.MODULE else find_script(False, spec.entrypoint, spec.cwd)
         launch = self._launch_config(
             mode="template",
             preload=self._preload.modules,
             required=self._preload.required,
-            script_dir=str(spec.cwd if module else (spec.cwd / spec.entrypoint).resolve().parent),
+            script_dir=str(spec.cwd if script is None else script.resolve().parent),
         )
         env = {**self._base_env, "PYTHONPATH": self._python_path_with_hook()}
         return StartTemplate(self._command_line(0), env, str(spec.cwd), launch)
