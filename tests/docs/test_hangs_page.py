@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
 SHOWN: dict[HangEvidence, str] = {
     "proven": "proof:",
     "gil": "native code holds the GIL",
-    "loading": "native code holds the GIL",
+    "loading": "weak: a rank is idle outside of collectives",
     "alike": "all wait alike in one collective",
     "device": "all wait alike in one collective",
     "unrecorded": "the same, where a rank has a process group",
