@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,20 @@ class Work:
 def train():
     print("ready", flush=True)
     Work.wait(1e6)
+train()
+"""
+
+USERFAULTFD = {"x86_64": 323, "aarch64": 282}.get(platform.machine(), -1)
+FAULTS = f"""
+import ctypes, fcntl, mmap, os, struct
+def train():
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    fd = ctypes.CDLL(None).syscall({USERFAULTFD}, os.O_CLOEXEC | 1)
+    fcntl.ioctl(fd, 0xC018AA3F, bytearray(struct.pack("QQQ", 0xAA, 0, 0)))
+    fcntl.ioctl(fd, 0xC020AA00, bytearray(struct.pack("QQQQ", address, mmap.PAGESIZE, 1, 0)))
+    print("ready", flush=True)
+    memory[:1]
 train()
 """
 
@@ -128,3 +144,16 @@ def test_source_on_dead_file_system_is_skipped(
     os.mkfifo(script)
     found = located(evidence, posted, EvidenceTarget(0, pid, heartbeat=joined), tmp_path / "log")
     assert (found.where, found.function) == ("elsewhere", "train.py:7 train")
+
+
+@pytest.mark.parametrize("source", [FAULTS, WAITS], ids=["a page that does not come", "a sleep"])
+def test_page_that_does_not_come_is_loading(
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, source: str
+) -> None:
+    """As one of a mapped file whose server is away: it keeps the GIL."""
+    fd = ctypes.CDLL(None).syscall(USERFAULTFD, os.O_CLOEXEC | 1)  # for faults of the process' own code
+    if fd < 0:
+        pytest.skip("this kernel, or its sandbox, has no userfaultfd")
+    os.close(fd)
+    pid = worker(source)
+    assert located(evidence, posted, EvidenceTarget(0, pid), tmp_path / "final").loading is (source is FAULTS)

@@ -53,6 +53,16 @@ def test_facts_of_ended_process() -> None:
     assert facts.runnable_time_ns(process.pid) == {}
 
 
+def test_sleep_is_no_page_fault(until: Until) -> None:
+    sleeps = subprocess.Popen(["sleep", "60"])
+    try:
+        until(lambda: facts.syscall(sleeps.pid, {}).get("name") == "clock_nanosleep", 20)
+        assert not facts.is_in_page_fault(sleeps.pid)
+    finally:
+        sleeps.kill()
+        sleeps.wait()
+
+
 def test_run_time_of_busy_and_sleeping_thread(worker: StartWorker, until: Until) -> None:
     busy = worker("print('ready', flush=True)\nwhile True: pass", state="R")
     idle = worker("import time; print('ready', flush=True); time.sleep(1e6)")

@@ -168,7 +168,7 @@ class EvidenceGathering:
             "place": classify.script_function(thread.frames),
             "stack": digest(thread.frames),
             "alone": classify.only_first_runs_script(stacks_of),
-            "loading": classify.is_loading(threads[0].frames),
+            "loading": classify.is_loading(threads[0].frames) or facts.is_in_page_fault(worker.pid),
         }
 
     def _stacks_of_children(self, worker: EvidenceTarget, known: Message) -> Iterator[ProcessStacks]:

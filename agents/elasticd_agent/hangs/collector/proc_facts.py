@@ -112,6 +112,11 @@ def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
     return call
 
 
+def is_in_page_fault(pid: int) -> bool:
+    """True if the main thread sleeps outside of any system call: it waits for a page, perhaps of a file."""
+    return _read_text(f"/proc/{pid}/syscall").startswith("-1 ")
+
+
 def is_in_output_write(facts: dict[str, Any]) -> bool:
     """True if the main thread is in a write to standard output or error, and that is a pipe or a terminal."""
     call = facts.get("proc", {}).get("syscall", {})
