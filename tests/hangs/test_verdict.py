@@ -245,6 +245,31 @@ def test_slow_ceiling_is_the_groups_timeout_or_30_minutes() -> None:
     assert isinstance(at(31, 600, Policy(hang_floor_s=5, slow_ceiling_s=30)), Hang)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "given", "kills", "can_restart", "ends"),
+    [
+        (1, {}, {}, True, True),
+        (1, {}, {}, False, False),
+        (1, {}, {"elsewhere in y.py g": hang.KillCount(1, 117)}, True, False),
+        (1, {}, {"elsewhere in y.py g": hang.KillCount(1, 116)}, True, True),
+        (2, {}, {}, False, False),
+        (1, {"slow_ceiling_s": 1800.0}, {}, False, True),
+    ],
+)
+def test_work_that_torch_never_ends_is_ended_once(
+    ranks: int, given: dict[str, float], kills: hang.KillsByPlace, can_restart: bool, ends: bool
+) -> None:
+    """An evaluation of an hour on one rank, or on all of them: a restart meets it again, and the last one is the end of
+    the job."""
+    works = [replace(SLEEPS, rank=rank, slot=rank, cpu_s=2.0) for rank in range(ranks)]
+    reports = [report(*aged(1801.0, *works))]
+    found = judge(reports, ["a"], Policy(**given), kills=kills, can_restart=can_restart)  # type: ignore[arg-type]
+    assert isinstance(found, Hang)
+    assert found.kills_group == ends
+    waits = judge([report(*aged(1801.0, WAITS, *works[1:]))], ["a"], Policy(), kills=kills, can_restart=can_restart)
+    assert isinstance(waits, Hang) and waits.kills_group, "torch would end it"
+
+
 def test_ranks_that_all_compute_are_not_called_idle() -> None:
     loops = [replace(SLEEPS, rank=rank, slot=rank, cpu_s=2.0) for rank in range(2)]
     verdict = hang_of([report(*aged(1801.0, *loops))], ["a"], POLICY)

@@ -89,6 +89,7 @@ class LimitFacts:
     deadline_s: float  #: the learned deadline of the phases its ranks are in
     pause_s: float = 0.0  #: the longest idle pause that it has survived
     ceiling_s: float = 1800.0  #: a rank may be slow for this long
+    ends_at_ceiling: bool = True  #: the group is ended then; else it is only reported
     restart_is_cheap: bool = False  #: a restart costs less than this wait has lasted
     kills_for_wait: int = 0  #: kills so far for the wait that its ranks are in now
     retransmission_s: float = 0.0  #: the job's links send again for this long before they fail
@@ -110,7 +111,7 @@ def report_and_kill_limits(evidence: HangEvidence, policy: Policy, facts: LimitF
         row = LIMIT_RULES["idle"]
     if row.report_s is None:
         ceiling_s = max(facts.deadline_s, facts.ceiling_s)
-        return ReportAndKillLimits(ceiling_s, ceiling_s)
+        return ReportAndKillLimits(ceiling_s, ceiling_s if facts.ends_at_ceiling else math.inf)
     seconds, by_floor = row.report_s, policy.hang_floor_s is not None and row.floor_applies
     if policy.hang_floor_s is not None and row.floor_applies:
         seconds = policy.hang_floor_s
@@ -125,5 +126,6 @@ def report_and_kill_limits(evidence: HangEvidence, policy: Policy, facts: LimitF
         kill_s = math.inf
     elif row.kill_when != "at once":
         soon = by_floor or (row.kill_when == "if cheap" and facts.restart_is_cheap)
-        kill_s = max(seconds, min(seconds * 2.0**facts.kills_for_wait, facts.ceiling_s) if soon else facts.ceiling_s)
+        ceiling_s = facts.ceiling_s if soon or facts.ends_at_ceiling else math.inf
+        kill_s = max(seconds, min(seconds * 2.0**facts.kills_for_wait, ceiling_s) if soon else ceiling_s)
     return ReportAndKillLimits(seconds, kill_s)

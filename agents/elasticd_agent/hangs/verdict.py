@@ -225,6 +225,17 @@ class _Case:
         return max(timeout_s, DEFAULT_SLOW_CEILING_S)
 
     @cached_property
+    def ends_at_ceiling(self) -> bool:
+        """True where torch ends the group at the ceiling, or --slow-ceiling is given.
+
+        Else nothing but a kill would end it, and it may compute, as in a long evaluation: it is ended once, but not
+        again without a step more, and not where that would be the end of the job.
+        """
+        waits = any(rank.report.where in ("collective", "init") for rank in self.live)
+        futile = any(self.step <= killed.last_step for killed in self.kills.values())
+        return self.policy.slow_ceiling_s is not None or waits or (self.can_restart and not futile)
+
+    @cached_property
     def ranks_of_suspended_nodes(self) -> list[RankState]:
         """The ranks of nodes on which all ranks of the job are stopped: a scheduler did that, and will resume them.
 
@@ -383,6 +394,7 @@ def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
         case.deadline_s,
         pause_s=max(report.pause_s for report in case.reports.values()),
         ceiling_s=case.ceiling_s,
+        ends_at_ceiling=case.ends_at_ceiling,
         restart_is_cheap=case.lost_by_restart_s < waited_s,
         kills_for_wait=max((killed.times for killed in before.values()), default=0),
         retransmission_s=max(report.links_s for report in case.reports.values()),
