@@ -7,6 +7,7 @@ class of its own: one that cannot count, or raises any exception, counts as unkn
 
 from __future__ import annotations
 
+import binascii
 import sys
 from typing import Any
 
@@ -85,8 +86,11 @@ def longest_timeout_ms(default: Any) -> int:
 
 
 def process_group_table(rank: str, world_size: str) -> list[dict[str, Any]]:
-    """The groups in torch's table: "process_group", "backend", "unused", and "in_job": whether all of its members are
-    ranks of this job. The recorder knows only those that were used.
+    """The groups in torch's table: "process_group", "backend", "unused", "members", a checksum of its ranks, and
+    "in_job": whether all of its members are ranks of this job. The recorder knows only those that were used.
+
+    Groups of different ranks may have one name: those of a mesh do in older versions of torch, where NCCL
+    splits a communicator.
 
     A script may make a group with another program, an inference engine for instance, over a store of its own, or be
     called by RPC. The default group is the job's if it has this rank and size, which the agent gave.
@@ -103,6 +107,7 @@ def process_group_table(rank: str, world_size: str) -> list[dict[str, Any]]:
                 "process_group": [group.group_name, group.group_desc],
                 "backend": str(backend),
                 "unused": group._get_sequence_number_for_group() == 0,
+                "members": binascii.crc32(str(sorted(world.pg_group_ranks.get(group, ()))).encode()),
                 "in_job": closed and store is not None and base_store(own) is store,
             }
             for group, (backend, own) in list(world.pg_map.items())

@@ -37,11 +37,23 @@ OTHER_BY_NCCL = replace(SAME, groups=(GroupTail(D, 20, 20, ((20, "broadcast"),),
 NO_G, NO_H = gloo(G, 0, 0, ""), gloo(H, 0, 0, "")
 OUTSIDE = GroupTail("engine", 1, 1, ((1, "broadcast"),), "gloo", in_job=False)
 OF_OTHERS = replace(SAME, groups=(replace(SAME.groups[0], in_job=False),))
+PAIR, OTHER_PAIR = (
+    replace(gloo(G, last, pending, "x"), members=pair) for last, pending, pair in ((7, 7, 1), (6, 0, 2))
+)
 IN_SAVE = replace(BEHIND, where="elsewhere", function="", wait_call="save()", wait_rank=1)
 CASES = {
     "NCCL's recorder of all ranks": ([BY_NCCL, BY_NCCL, OTHER_BY_NCCL], [2]),
     "NCCL's recorder of some ranks, gloo's of another": ([BY_NCCL, BY_NCCL, at((D, 20, 20, "broadcast"))], None),
     "alike": ([SAME, SAME, SAME], None),
+    "two groups of one name": (
+        [
+            at((D, 19, 0, "y"), PAIR),
+            at((D, 19, 0, "y"), replace(PAIR, last=6, pending=0), where="elsewhere"),
+            at((D, 20, 20, "y"), OTHER_PAIR),
+            at((D, 20, 20, "y"), OTHER_PAIR),
+        ],
+        None,
+    ),
     "another collective": ([SAME, at((D, 20, 20, "broadcast")), SAME], [1]),
     "another collective, two ranks": ([SAME, at((D, 20, 20, "broadcast"))], []),
     "a root that is done": ([at((D, 21, 21, "all_reduce")), SAME, SAME], None),

@@ -123,6 +123,7 @@ def test_group_that_was_never_used_has_a_tail() -> None:
     assert tails(process_groups=[group], comm_lib_version="2.29") == ()
     assert tails(process_groups=[group | {"backend": "nccl"}]) == ()
     assert tails(process_groups=[group | {"unused": False}]) == ()
+    assert [one.members for one in tails(process_groups=[group | {"members": 77}])] == [77]
     (outside,) = tails(process_groups=[group | {"unused": False, "in_job": False}])
     assert not outside.in_job
     assert tails(process_groups="none") == tails(process_groups=[1, {}])[1:] == ()

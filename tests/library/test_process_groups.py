@@ -19,6 +19,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0])
 dist.all_reduce(torch.ones(1))
 found["own"] = listed()
+found["members"] = [one["members"] for one in process_group_table("0", "1")]
 found["part of a larger job"] = listed(size="2")
 # As a library does that joins an inference engine.
 store = dist.PrefixStore("engine", dist.HashStore())
@@ -41,6 +42,8 @@ def test_groups_of_other_programs_are_known(start: Any, tmp_path: Path) -> None:
     (found,) = start(str(script), f"{tmp_path}/rpc", world_size=1).results()
     assert found["before"] == []
     assert found["own"] == {"0": [True, False], "1": [True, True]}
+    assert len(set(found["members"])) == 1, "of the same ranks"
+    assert all(found["members"])
     assert found["part of a larger job"] == {"0": [False, False], "1": [False, True]}
     assert found["engine"] == {**found["own"], "engine": [False, True]}
     assert found["rpc"] == {"0": [False, False], "1": [False, True], "engine": [False, True]}

@@ -409,12 +409,13 @@ def _different_broadcast_sources(group: _StalledRanks) -> Blame | None:
         return None
     tails = [(rank, tail) for rank in live for tail in rank.report.groups]
     broadcasts = {
-        broadcast.group: (waiting, broadcast)
+        (broadcast.group, broadcast.members): (waiting, broadcast)
         for waiting, broadcast in tails
         if waiting.wait_is_recorded and dict(broadcast.kinds).get(broadcast.pending, "").startswith("broadcast")
     }
     for waiting, broadcast in broadcasts.values():
-        same = [(rank, tail) for rank, tail in tails if tail.group == broadcast.group]
+        group_of = broadcast.group, broadcast.members
+        same = [(rank, tail) for rank, tail in tails if (tail.group, tail.members) == group_of]
         if any(tail.last < broadcast.pending for _, tail in same):
             continue
         done = [rank for rank, tail in same if not 0 < tail.pending <= broadcast.pending]

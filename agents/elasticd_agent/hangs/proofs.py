@@ -40,6 +40,7 @@ class _PendingCollective:
     kind: str
     backend: str
     in_job: bool
+    members: int
     in_heartbeat_count: bool  #: true if the heartbeat counts it, too, where it is one of the default group
 
     def __str__(self) -> str:
@@ -126,13 +127,15 @@ def _pending_collectives(rank: RankState) -> Iterator[_PendingCollective]:
             kind = dict(tail.kinds).get(tail.pending, "a collective")
             # Of a group with both backends the heartbeat counts NCCL's collectives.
             in_heartbeat_count = tail.backend != "gloo" or not rank.report.nccl_groups
-            yield _PendingCollective(tail.group, tail.pending, kind, tail.backend, tail.in_job, in_heartbeat_count)
+            group = tail.group, tail.pending, kind, tail.backend, tail.in_job, tail.members
+            yield _PendingCollective(*group, in_heartbeat_count)
 
 
 def _tails(one: _PendingCollective, member: RankState) -> Iterator[GroupTail]:
     """The tails of what the member issued in this group through the same backend: each has a recorder and numbers of
     its own."""
-    same = (tail for tail in member.report.groups if (tail.group, tail.backend) == (one.group, one.backend))
+    group = one.group, one.backend, one.members
+    same = (tail for tail in member.report.groups if (tail.group, tail.backend, tail.members) == group)
     return (tail for tail in same if not tail.unrecorded)
 
 

@@ -67,6 +67,7 @@ class Recording:
         False  #: true if it is by another recorder than gloo's, which does not have the same collectives
     )
     groups_in_job: frozenset[str] = frozenset()  #: the groups all of whose members are ranks of this job
+    members: Mapping[str, int] = field(default_factory=dict)  #: a checksum of each group's ranks
     unrecorded_backends: Mapping[str, str] = field(default_factory=dict)
     """The backends of the groups whose collectives are in no recorder."""
     gloo_recording: Recording | None = None
@@ -99,7 +100,8 @@ class Recording:
             shown = [number for number in sorted(issued) if number >= first - 1][:_TAIL]
             kinds = [(number, issued[number].kind) for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
             backend = issued[last].backend if issued else _GLOO
-            tails.append(GroupTail(group, last, pending, tuple(kinds), backend, group in self.groups_in_job))
+            own, members = group in self.groups_in_job, self.members.get(group, 0)
+            tails.append(GroupTail(group, last, pending, tuple(kinds), backend, own, members=members))
         for group, backend in self.unrecorded_backends.items():
             tails.append(GroupTail(group, 0, backend=backend, in_job=group in self.groups_in_job, unrecorded=True))
         tails.sort(key=lambda tail: (not tail.pending, not tail.unrecorded and tail.in_job))
@@ -136,7 +138,13 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
     # By gloo's alone a rank would have no group of NCCL, whose messages are in no recorder.
     if isinstance(beside, dict) and nccl and groups:
         gloo = parse(beside | {"recorder": _GLOO, "gloo": None, "process_groups": data.get("process_groups")})
-    return Recording(dict(groups), tuple(order), nccl, in_job, _unrecorded_backends(data), gloo)
+    return Recording(dict(groups), tuple(order), nccl, in_job, _members(data), _unrecorded_backends(data), gloo)
+
+
+def _members(data: Mapping[str, Any]) -> dict[str, int]:
+    listed = data.get("process_groups")
+    groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    return {_group_name(group): _natural_number(group.get("members")) or 0 for group in groups}
 
 
 def _entries_of_living_groups(data: Mapping[str, Any], listed: Mapping[str, tuple[bool, bool]]) -> list[JsonObject]:

@@ -32,6 +32,7 @@ class GroupTail(Record):
     backend: str = ""  #: "gloo", "nccl", "nccl2"; "" unknown
     in_job: bool = False  #: all of its members are ranks of this job
     unrecorded: bool = False  #: no recorder has what is issued in this group, or none has what is completed
+    members: int = 0  #: a checksum of its ranks: groups of different ranks may have one name; 0 unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,14 +46,20 @@ def compare_groups(recorded: Mapping[int, Sequence[GroupTail]]) -> list[GroupCom
     known = {rank: [tail for tail in tails if not tail.unrecorded] for rank, tails in recorded.items()}
     device = {rank: [tail for tail in tails if tail.backend != "gloo"] for rank, tails in known.items()}
     known = {rank: tails for rank, tails in device.items() if tails} or known
-    names = sorted({tail.group for tails in known.values() for tail in tails if tail.last})
-    groups = [_compare_group(name, known) for name in names]
+    groups = [
+        _compare_group(*key, known) for key in sorted({_key(t) for tails in known.values() for t in tails if t.last})
+    ]
     groups.sort(key=lambda group: (group.differing is None and not group.missing, not group.pending))
     return groups[:MAX_SHOWN_GROUPS]
 
 
-def _compare_group(name: str, recorded: Mapping[int, Sequence[GroupTail]]) -> GroupComparison:
-    members = {rank: tail for rank, tails in recorded.items() for tail in tails if tail.group == name}
+def _key(tail: GroupTail) -> tuple[str, int]:
+    """What tells its group from others: of the default group all have the ranks."""
+    return tail.group, 0 if tail.group == DEFAULT_GROUP_NAME else tail.members
+
+
+def _compare_group(name: str, ranks: int, recorded: Mapping[int, Sequence[GroupTail]]) -> GroupComparison:
+    members = {rank: tail for rank, tails in recorded.items() for tail in tails if _key(tail) == (name, ranks)}
     if name == DEFAULT_GROUP_NAME:  # every rank is in it; one that has recorded nothing there is behind
         members = {rank: members.get(rank, GroupTail(name, 0)) for rank in recorded}
     reached = {rank: tail.last for rank, tail in members.items()}
