@@ -6,10 +6,13 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from elasticd_agent.workers.launcher.hidden_modules import HiddenModules
+from elasticd_agent.workers.launcher.template import Template
 
 MADE = {"first_one", "second_one", "second_one.inner", "second_one.inner.made", "whole_one", "nobodys_own"}
 
@@ -65,3 +68,15 @@ def test_modules_come_back_in_the_order_of_their_import(hidden: HiddenModules) -
     importlib.import_module("whole_one")
     users = ["second_one.inner.made", "nobodys_own", "second_one.inner", "second_one", "whole_one"]
     assert [name for name in sys.modules if name in users] == users
+
+
+def test_file_that_shadows_a_preloaded_module(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").touch()
+
+    def shadows(directory: Path) -> str | None:
+        hidden = SimpleNamespace(hidden_packages=lambda: {"numpy"})
+        template: Any = SimpleNamespace(config={"script_dir": str(directory)}, baseline=set(sys.modules), hidden=hidden)
+        return Template.find_shadowing_file(template)
+
+    assert shadows(tmp_path) == f"{tmp_path / 'numpy.py'} shadows a module that is preloaded"
+    assert shadows(tmp_path / "numpy.py") is None, "a directory that cannot be listed: Python finds no module there"

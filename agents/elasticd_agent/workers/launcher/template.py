@@ -229,7 +229,11 @@ class Template:
         """A file of the script's directory, which comes first on its path, with the name of a preloaded module."""
         directory = self.config["script_dir"]
         loaded = {name.partition(".")[0] for name in set(sys.modules) - self.baseline} | self.hidden.hidden_packages()
-        for entry in os.listdir(directory):
+        try:
+            entries = os.listdir(directory)
+        except OSError:  # of a directory that may be entered only: Python finds no module there either
+            return None
+        for entry in entries:
             name = entry.partition(".")[0]
             path = os.path.join(directory, entry)
             if name in loaded and (entry.endswith((".py", ".so")) or os.path.isfile(os.path.join(path, "__init__.py"))):
