@@ -86,7 +86,7 @@ class RankReport(Record):
     place: str = ""  #: the innermost function of the script's own code, without a line number
     stack: str = ""  #: the same for equal stacks
     alone: bool = False  #: no other thread runs code of the script
-    loading: bool = False  #: its main thread imports a module, loads a library or waits for a page
+    loading: bool = False  #: its main thread, or that with the GIL, imports a module or may wait for a file
     evidence: bool = False  #: its evidence is on disk
     # from its flight recorder
     groups: tuple[GroupTail, ...] = ()

@@ -52,8 +52,8 @@ def train():
     fcntl.ioctl(fd, 0xC020AA00, bytearray(struct.pack("QQQQ", address, mmap.PAGESIZE, 1, 0)))
     print("ready", flush=True)
     memory[:1]
-train()
 """
+IN_A_THREAD = "import threading, time\nthreading.Thread(target=train).start()\ntime.sleep(1e6)\n"
 
 
 @pytest.fixture
@@ -146,9 +146,13 @@ def test_source_on_dead_file_system_is_skipped(
     assert (found.where, found.function) == ("elsewhere", "train.py:7 train")
 
 
-@pytest.mark.parametrize("source", [FAULTS, WAITS], ids=["a page that does not come", "a sleep"])
+@pytest.mark.parametrize(
+    ("source", "loading"),
+    [(f"{FAULTS}train()", True), (FAULTS + IN_A_THREAD, True), (WAITS, False)],
+    ids=["a page that does not come", "in another thread", "a sleep"],
+)
 def test_page_that_does_not_come_is_loading(
-    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, source: str
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, source: str, loading: bool
 ) -> None:
     """As one of a mapped file whose server is away: it keeps the GIL."""
     fd = ctypes.CDLL(None).syscall(USERFAULTFD, os.O_CLOEXEC | 1)  # for faults of the process' own code
@@ -156,4 +160,4 @@ def test_page_that_does_not_come_is_loading(
         pytest.skip("this kernel, or its sandbox, has no userfaultfd")
     os.close(fd)
     pid = worker(source)
-    assert located(evidence, posted, EvidenceTarget(0, pid), tmp_path / "final").loading is (source is FAULTS)
+    assert located(evidence, posted, EvidenceTarget(0, pid), tmp_path / "final").loading is loading

@@ -53,11 +53,11 @@ def test_facts_of_ended_process() -> None:
     assert facts.runnable_time_ns(process.pid) == {}
 
 
-def test_sleep_is_no_page_fault(until: Until) -> None:
+def test_sleep_waits_for_no_file(until: Until) -> None:
     sleeps = subprocess.Popen(["sleep", "60"])
     try:
         until(lambda: facts.syscall(sleeps.pid, {}).get("name") == "clock_nanosleep", 20)
-        assert not facts.is_in_page_fault(sleeps.pid)
+        assert not facts.may_wait_for_file(sleeps.pid, str(sleeps.pid))
     finally:
         sleeps.kill()
         sleeps.wait()

@@ -168,7 +168,11 @@ class EvidenceGathering:
             "place": classify.script_function(thread.frames),
             "stack": digest(thread.frames),
             "alone": classify.only_first_runs_script(stacks_of),
-            "loading": classify.is_loading(threads[0].frames) or facts.is_in_page_fault(worker.pid),
+            "loading": any(
+                classify.is_loading(one.frames) or facts.may_wait_for_file(worker.pid, one.tid)
+                for one in threads
+                if one is threads[0] or one.holds_gil
+            ),
         }
 
     def _stacks_of_children(self, worker: EvidenceTarget, known: Message) -> Iterator[ProcessStacks]:

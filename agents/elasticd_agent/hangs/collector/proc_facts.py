@@ -112,9 +112,11 @@ def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
     return call
 
 
-def is_in_page_fault(pid: int) -> bool:
-    """True if the main thread sleeps outside of any system call: it waits for a page, perhaps of a file."""
-    return _read_text(f"/proc/{pid}/syscall").startswith("-1 ")
+def may_wait_for_file(pid: int, tid: str) -> bool:
+    """True if the thread is blocked in the kernel, or sleeps outside of any system call: it waits for a page."""
+    at = f"/proc/{pid}/task/{tid}"
+    state = _read_text(f"{at}/stat").rpartition(")")[2].strip()[:1]
+    return state == "D" or _read_text(f"{at}/syscall").startswith("-1 ")
 
 
 def is_in_output_write(facts: dict[str, Any]) -> bool:
