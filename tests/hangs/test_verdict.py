@@ -424,12 +424,15 @@ PENDING = {"last": 7, "pending": 7, "kinds": ((7, "x"),)}
         ({"function": "recv", "groups": (OWN, ENGINES)}, False),
         ({"function": "broadcast", "groups": (OWN, replace(ENGINES, **PENDING))}, False),
         ({"function": "broadcast", "groups": (replace(OWN, **PENDING), ENGINES)}, True),
+        ({"function": "worker.core_worker.wait", "groups": ()}, False),
+        ({"function": "work.wait", "groups": (replace(OWN, **PENDING),)}, True),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("exited", [False, True])
 def test_wait_for_another_program_is_only_reported(waits: dict[str, object], exited: bool, ends: bool) -> None:
-    """An inference engine that generates for minutes looks as a network does that lost a message."""
+    """An inference engine that generates for minutes looks as a network does that lost a message. So does a call of
+    some `wait`, as Ray's, where no recorder shows that it is a collective's."""
     alone = replace(WAITS, alone=True, groups=(OWN,))
     ranks = (replace(alone, **waits), replace(alone, rank=1, slot=1, exited=exited))  # type: ignore[arg-type]
     verdict = hang_of([idle(61.0, -1.0, *ranks)], ["a"], PLAIN)

@@ -155,7 +155,9 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], node_count: in
             blamed = Blame(proof.culprits, proof.cause, proof.why, "proven")
     culprits = [rank for rank in blamed.culprits if rank in live]
     evidence = "left" if exited and blamed.evidence == "idle" else blamed.evidence
-    unrecorded = any(rank.has_unrecorded_group or rank.may_wait_for_other_program for rank in live)
+    unrecorded = any(
+        rank.has_unrecorded_group or rank.may_wait_for_other_program or rank.wait_is_guessed for rank in live
+    )
     unrecorded = unrecorded or _thread_may_resolve(group, blamed)
     if evidence in ("alike", "device") and unrecorded:
         evidence = "unrecorded"

@@ -92,8 +92,14 @@ class RankState:
         report = self.report
         if report.where == "init" and report.collectives >= 0 and report.function in _EXTRA_GROUP_FUNCTIONS:
             return True
-        called = report.where == "collective" and report.function.endswith(_UNKNOWN_WAIT_SUFFIX)
-        return called and bool(report.groups) and not any(tail.pending for tail in report.groups)
+        return self.wait_is_guessed and bool(report.groups)
+
+    @property
+    def wait_is_guessed(self) -> bool:
+        """A line of source with some `wait` is all that says that it waits for other ranks: it may be a library's."""
+        report = self.report
+        guessed = report.where == "collective" and report.function.endswith(_UNKNOWN_WAIT_SUFFIX)
+        return guessed and not any(tail.pending for tail in report.groups)
 
     @property
     def has_only_job_groups(self) -> bool:
