@@ -82,6 +82,8 @@ def test_backward_waits_only_if_idle_and_in_group() -> None:
         ("os.wait()", {"has_process_group": True, "idle": True}, "elsewhere"),
         ("work.wait()", {"has_process_group": True}, "elsewhere"),
         ("work.wait()", {"idle": True}, "elsewhere"),
+        ("work.wait()", {"has_process_group": True, "uses_cuda": True}, "device"),
+        ("ready, _ = worker.core_worker.wait(refs)", {"idle": True, "uses_cuda": True}, "elsewhere"),
         ("total += loss.item()", {"uses_cuda": True}, "device"),
         ("total += loss.item()", {}, "elsewhere"),
         ("total += loss.item()", {"uses_cuda": True, "holds_gil": True}, "elsewhere"),

@@ -101,7 +101,7 @@ _BACKWARD_RULE = _rule("collective", r"torch/autograd/graph\.py", r"_engine_run_
 
 _WAIT_CALL = re.compile(r"((?:\w+\.)*\w+|)(?<!\bos)\.wait\(")
 _DEVICE_CALL = re.compile(
-    r"\.(?:item|tolist|cpu|numpy|cuda|to|nonzero|synchronize|wait)\(|\b(?:float|bool)\(|torch\.(?:unique|nonzero)\("
+    r"\.(?:item|tolist|cpu|numpy|cuda|to|nonzero|synchronize)\(|\b(?:float|bool)\(|torch\.(?:unique|nonzero)\("
 )
 
 _PYTHON_WAIT_FILES = re.compile(
@@ -249,8 +249,9 @@ def _locate_by_source(frames: Sequence[Frame], beside: FactsBesideStack) -> Stac
     """
     if not beside.source_line or beside.holds_gil:
         return None
-    if beside.has_process_group and beside.idle and (call := _WAIT_CALL.search(beside.source_line)):
+    call = _WAIT_CALL.search(beside.source_line) if beside.has_process_group else None
+    if call and beside.idle:
         return StackLocation("collective", f"{call[1] or 'object'}.wait")
-    if beside.uses_cuda and _DEVICE_CALL.search(beside.source_line):
+    if beside.uses_cuda and (call or _DEVICE_CALL.search(beside.source_line)):
         return StackLocation("device", script_place(frames))
     return None
