@@ -112,6 +112,22 @@ def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> No
         assert not rank.wait_is_recorded
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "Pdb.interaction PYTHON/pdb.py:357",
+        "PyDB._do_wait_suspend /home/me/.vscode/extensions/debugpy-1/bundled/libs/debugpy/_vendored/pydevd/pydevd.py:9",
+        "_do_wait_suspend /x/debugpy/_vendored/pydevd/_pydevd_sys_monitoring/_pydevd_sys_monitoring.py:2058",
+        "PyDB.do_wait_suspend /opt/pycharm/plugins/python-ce/helpers/pydev/pydevd.py:1172",
+        "wait_for_client TORCH/../debugpy/public_api.py:161",
+    ],
+)
+def test_person_at_a_debugger(frame: str) -> None:
+    call = PLACES.sub(lambda place: globals()[place[0]], frame)
+    frames = stack(f"Event.wait {PYTHON}/threading.py:629", call, *SCRIPT)
+    assert locate(frames, WAITS).where == "debugger"
+
+
 def test_locate_without_frames() -> None:
     assert locate([], WAITS) == StackLocation("elsewhere", "")
     assert script_function([]) == ""

@@ -109,8 +109,10 @@ _PYTHON_WAIT_FILES = re.compile(
 )
 """Python's own waits, for another thread or process."""
 _DEBUGGER_FILES = re.compile(
-    rf"{STDLIB_PATTERN}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES_PATTERN}(?:IPython|ipdb|pudb|pdbpp|pydevd\w*|debugpy)/"
+    rf"{STDLIB_PATTERN}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES_PATTERN}(?:IPython|ipdb|pudb|pdbpp)/"
+    r"|/(?:debugpy|_?pydevd\w*)(?:/|\.py$)"
 )
+"""VS Code and PyCharm bring debugpy and pydevd with them, outside of any site-packages."""
 _PROMPT_FUNCTIONS = (
     "interaction",
     "cmdloop",
@@ -118,6 +120,7 @@ _PROMPT_FUNCTIONS = (
     "raw_input",
     "mainloop",
     "do_wait_suspend",
+    "_do_wait_suspend",
     "wait_for_client",
 )
 """The debuggers' functions that wait for a person."""
