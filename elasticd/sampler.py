@@ -710,7 +710,8 @@ def _checked_cursor(
         if state[key] != mine[key]:
             raise SamplerError(
                 f"{key} was {state[key]!r} when this state was saved and is {mine[key]!r} now: its position would mean "
-                f"other samples. Set it to {state[key]!r} again, or start without the sampler's state"
+                f"other samples. Set it to {state[key]!r} again. To begin an epoch 0 of the samples as they are now, "
+                "attach the sampler under another name with optional=True"
             )
     saved = cast("Mapping[str, int]", state)  # the types were compared above
     size, batch, epoch, offset = saved["dataset_size"], saved["global_batch"], saved["epoch"], saved["offset"]
