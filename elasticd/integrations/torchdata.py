@@ -87,6 +87,7 @@ class RankLoader:
 
     def load_state_dict(self, state: StateDict) -> None:
         self.epoch, self._samples = state["epoch"], state["samples"]
+        self._is_loaded = True
         if self._samples:
             self._loader.load_state_dict(state["loader"])
 
@@ -102,6 +103,7 @@ class RankLoader:
                 f"{world_size}: make the loader in what session.run() calls"
             )
         self.epoch, self._samples = max(state["epoch"] for state in states), 0
+        self._is_loaded = True
         samples = min(state["samples"] for state in states if state["epoch"] == self.epoch)
         if not samples:
             return ""

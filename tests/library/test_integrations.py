@@ -235,6 +235,10 @@ def test_iteration_that_was_left_early_has_no_part_in_the_place_of_the_next() ->
     for taken in (3, 2):
         list(itertools.islice(loader, taken))
     assert loader.state_dict()["samples"] == 2
+    after = RankLoader(Loader(range(5)))
+    after.load_state_dict(loader.state_dict())
+    list(itertools.islice(after, 1))
+    assert after.state_dict()["samples"] == 3, "the first one continues"
 
 
 def test_callers_random_stream_is_left_alone() -> None:
