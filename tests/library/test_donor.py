@@ -413,6 +413,27 @@ def saved_by(survivor: CommittedState) -> StateDict:
     return survivor.content(commit)
 
 
+def test_state_between_accumulated_gradients_is_wholly_that_of_the_last_commit(two_ranks: TwoRanks) -> None:
+    """The script draws numbers in each micro-batch, and its place in the data is ahead of the commit."""
+    place = {"offset": 8}
+    sampler = SimpleNamespace(state_dict=lambda: dict(place), load_state_dict=place.update, rank_independent=True)
+    two_ranks.attached[0]["sampler"] = sampler
+    rank, writer = two_ranks.donor(0)
+    with writer, contextlib.closing(rank):
+        rank.begin_commit()
+        rank.commit(4)
+        torch.rand(1)
+        assert rank.commit_late_changes(False, False)
+        for step in (5, 6):
+            place["offset"] += 2
+            torch.rand(1)
+            rank.begin_commit()
+            rank.commit(step)
+            assert not rank.commit_late_changes(False, False)
+        held = saved_by(rank._committed)
+        assert (held[RESERVED_NAME]["step"], held["sampler"]) == (4, {"offset": 8})
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_elsewhere(
     two_ranks: TwoRanks, moves: bool

@@ -320,9 +320,10 @@ class Donor:
         """Take into the last commit what the script has changed or drawn since then.
 
         `is_epoch_tail`: it is repeated by a run that resumes from that commit, as long as all tensors are those of it.
+        After a step that was none, between accumulated gradients, nothing is taken: the sampler is ahead of the commit.
         """
         self._has_begun = True
-        if self._why or not self._step or self._changing:
+        if self._why or self._changing or not 0 < self._step == self._next_step - 1:
             return False
         has_drawn = False
         try:
