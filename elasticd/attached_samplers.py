@@ -34,10 +34,10 @@ class AttachedSamplers:
         every = (sampler for obj in self._attached.values() for sampler in samplers_of(obj))
         return list(dict.fromkeys(every))
 
-    def find_used(self) -> list[str]:
-        """The names of those that have committed a step in this process."""
-        attached = self._attached.items()
-        return [name for name, obj in attached if isinstance(obj, ElasticBatchSampler) and usage_of(obj).has_committed]
+    def find_used(self) -> list[tuple[str, int]]:
+        """The names and epochs of those that have committed a step in this process."""
+        samplers = [(name, obj) for name, obj in self._attached.items() if isinstance(obj, ElasticBatchSampler)]
+        return [(name, sampler.epoch) for name, sampler in samplers if usage_of(sampler).has_committed]
 
     def is_loop_at_end(self) -> bool:
         """The loop over the batches has come to the end of an epoch. A second sampler has epochs of its own."""

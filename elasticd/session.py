@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import types
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -197,7 +198,7 @@ class Session:
         self._between_steps: BetweenSteps | None = None
         self._since_restore: RestoredModules | None = None
         """Until the first batch."""
-        self._samplers = AttachedSamplers(self._attached, group.device)
+        self._samplers = AttachedSamplers(ChainMap(self._attached, self._context.per_rank), group.device)
         self._steps = 0
         self._calls = 0
         """The number of calls of `save()`."""
@@ -292,8 +293,8 @@ class Session:
                 self._optimizers.append((obj, obj.register_step_pre_hook(self._on_optimizer_step)))
             if (mark := vars(obj).get(_SCALER_MARK) if hasattr(obj, "__dict__") else None) is not None:
                 self._scalers[obj] = mark
-            for sampler in samplers_of(obj):
-                sampler.on_next = functools.partial(self._on_next, sampler)
+        for sampler in (each for _, obj in every for each in samplers_of(obj)):
+            sampler.on_next = functools.partial(self._on_next, sampler)
         self._attached.update(objects)
         self._context.per_rank.update(own)
         self._optional |= {name for name, _ in every} if optional else set()
@@ -346,11 +347,10 @@ class Session:
             self._decisions.reset(resumed.step)
             self._samplers.on_restore()
             self._since_restore = RestoredModules(self._attached)
-        for name in self._samplers.find_used() if resumed is None else ():
+        for name, epoch in self._samplers.find_used() if resumed is None else ():
             self._say_once(
-                f"{name} is where an earlier training of this process has left it, at epoch "
-                f"{self._attached[name].epoch}, and range({name}.epoch, ...) begins there: make a sampler for each "
-                "training"
+                f"{name} is where an earlier training of this process has left it, at epoch {epoch}, and "
+                f"range({name}.epoch, ...) begins there: make a sampler for each training"
             )
         return resumed
 

@@ -415,7 +415,7 @@ class Omissions:
 
     def _sampler_usages(self) -> list[SamplerUsage]:
         """Return the usage of each attached sampler."""
-        return [usage_of(sampler) for sampler in self._attached.values() if isinstance(sampler, ElasticBatchSampler)]
+        return [usage_of(sampler) for sampler in self._all_attached() if isinstance(sampler, ElasticBatchSampler)]
 
     def _raise_or_warn(self, what: str, is_error: bool) -> None:
         if is_error:

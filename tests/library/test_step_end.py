@@ -86,11 +86,13 @@ def test_save_waits_for_a_step_of_hundreds_of_micro_batches(start: Any, tmp_path
     assert lineage(tmp_path)[0] == []
 
 
-def test_epochs_tail_before_a_save_is_not_repeated(start: Any, tmp_path: Path) -> None:
-    options = {"tail": "scheduler, save", "directory": str(tmp_path / "cut")}
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_epochs_tail_before_a_save_is_not_repeated(start: Any, tmp_path: Path, per_rank: bool) -> None:
+    options = {"tail": "scheduler, save", "per_rank": per_rank, "directory": str(tmp_path / "cut")}
     assert start(SCRIPT, {**options, "epochs": 2}).results()[0]["saves"] == [True, True]
-    held = newest(tmp_path / "cut")["sampler"]
-    assert (held["epoch"], held["offset"]) == (2, 0)
+    if not per_rank:
+        held = newest(tmp_path / "cut")["sampler"]
+        assert (held["epoch"], held["offset"]) == (2, 0)
     again = start(SCRIPT, {**options, "epochs": 4}, round=2).results()[0]
     whole = start(SCRIPT, {**options, "epochs": 4, "directory": str(tmp_path / "whole")}).results()[0]
     assert again["resumed"] == 8

@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "micro": 1,  # session.step() after each of so many micro-batches of a step
     "breaks": True,  # the inner loop is left at a stop
     "turns": False,  # the sampler is one of two that take turns
+    "per_rank": False,  # the sampler is attached as each rank's own
     "second": 0,  # samples of which each step takes a batch as well, in epochs of their own
     "sleep": 0.0,
     "save_at": None,  # [place, step]: "optimizer", "micro" or "tail"; save() there
@@ -71,6 +72,8 @@ def main() -> None:
     session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
     if options["turns"]:
         session.attach(turns=Turns(sampler, elasticd.ElasticBatchSampler(4, 4)))
+    elif options["per_rank"]:
+        session.attach(per_rank={"sampler": sampler})
     else:
         session.attach(sampler=sampler)
     more: Iterator[torch.Tensor] = iter(())
