@@ -136,6 +136,15 @@ def test_second_samplers_iteration_draws_nothing_in_the_middle_of_its_epoch(star
     assert again["random"] == whole["random"]
 
 
+def test_batch_that_is_looked_at_before_training_draws_nothing(start: Any, tmp_path: Path) -> None:
+    options = {"looks": True, "epochs": 2, "every": 5, "directory": str(tmp_path / "cut")}
+    assert start(SCRIPT, {**options, "die": 5}, world_size=1).codes() == [3]
+    again = start(SCRIPT, options, world_size=1, round=2).results()[0]
+    whole = start(SCRIPT, {**options, "directory": str(tmp_path / "whole")}, world_size=1).results()[0]
+    assert again["resumed"] == 5
+    assert again["random"] == whole["random"]
+
+
 @pytest.mark.parametrize("late", ["scheduler", "model"])
 def test_change_after_each_of_the_first_steps_is_refused(start: Any, tmp_path: Path, late: str) -> None:
     """Nothing is saved from which a restart could continue."""

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "late": "",  # what changes after session.step(): "scheduler" or "model"
     "late_every": 1,  # steps between two such changes
     "after_restore": "",  # what changes before the first batch: "scheduler" or "model"
+    "looks": False,  # at a batch before training
     "die": 0,  # every rank ends after this step
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
@@ -89,6 +90,8 @@ def main() -> None:
         nn.init.zeros_(model.module.weight)
     if options["every"]:
         session.checkpoint(every=options["every"], directory=options["directory"])
+    if options["looks"]:
+        next(iter(DataLoader(dataset, batch_sampler=sampler)))
     saves, trained = [], 0
 
     def save_at(place: str) -> None:
