@@ -2,7 +2,7 @@
 
 Every rank draws the whole order, with generators seeded by (seed, epoch), so that it is the same on all ranks and after
 a restart. A sampler that draws from elsewhere (numpy, Python's `random`, the rank) has another order each time; the
-order's checksum, which is in the sampler's state, finds that at the first save and at a restore.
+order's checksum, which is in the sampler's state, finds that at the first batch, at the first save and at a restore.
 """
 
 from __future__ import annotations

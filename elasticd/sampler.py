@@ -510,7 +510,16 @@ class ElasticBatchSampler:
 
     def _order(self, epoch: int) -> Permutation | GivenOrder | None:
         if self._given is not None:
-            return self._given_order(epoch)
+            order = self._given_order(epoch)
+            # What a restart would find: it draws the order again.
+            is_first = self._usage.begun_iterations == 1 and not self._restored
+            if is_first and GivenOrder(self._given, self._seed, epoch).name != order.name:
+                raise SamplerError(
+                    f"order={order.name}: it is another one each time that it is drawn, and a restart could not "
+                    "continue in an epoch: draw from torch's generator, which is seeded here, or give a function of "
+                    "the epoch that seeds its own"
+                )
+            return order
         return Permutation(self._size, self._seed, epoch) if self._shuffle else None
 
     def _refuse_uncommitted_steps(self, skipped: bool) -> None:
