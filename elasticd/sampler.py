@@ -114,15 +114,15 @@ def samplers_of(attached: object) -> list[ElasticBatchSampler]:
     return [each for each in held if isinstance(each, ElasticBatchSampler)]
 
 
-def check_attached_loader(name: str, attached: object) -> None:
+def check_attached_loader(name: str, attached: Any) -> None:
     """SamplerError for torchdata's loader, whose state has another place of its ElasticBatchSampler: of batches that
     its worker processes have fetched.
     """
-    loader: Any = getattr(attached, "_loader", attached)
-    is_stateful = callable(getattr(loader, "load_state_dict", None))
-    if is_stateful and isinstance(getattr(loader, "batch_sampler", None), ElasticBatchSampler) and loader.num_workers:
+    places = [getattr(attached, attribute, None) for attribute in ("sampler", "batch_sampler")]
+    is_place_of_its_own = [isinstance(place, ElasticBatchSampler) for place in places] == [False, True]
+    if is_place_of_its_own and getattr(attached, "num_workers", 0):
         raise SamplerError(
-            f"attach({name}=...): the place of this {type(loader).__name__} is its ElasticBatchSampler's, and a "
+            f"attach({name}=...): the place of this {type(attached).__name__} is its ElasticBatchSampler's, and a "
             "restart would train on samples again that had been fetched ahead: attach the sampler alone"
         )
 
