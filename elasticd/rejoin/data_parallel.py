@@ -29,7 +29,8 @@ class DataParallelModules:
 
     def __init__(self, issued: Callable[[], int]) -> None:
         self._issued = issued
-        self._made: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
+        self._made: list[tuple[weakref.ref[Any], dict[str, Any], dict[str, bool]]] = []
+        """Each with the arguments of its constructor, and with its parameters of then: true if one was trained."""
         self._of_round: list[weakref.ref[Any]] = []
         self._is_in_round = False
         self.collectives = 0
@@ -54,7 +55,7 @@ class DataParallelModules:
             if self._is_in_round:
                 self._of_round.append(weakref.ref(wrapper))
             else:
-                self._made.append((weakref.ref(wrapper), arguments))
+                self._made.append((weakref.ref(wrapper), arguments, _trained_parameters(wrapper)))
 
         self._build = build
         self._watched = DistributedDataParallel.__init__ = init  # type: ignore[method-assign,assignment]
@@ -69,33 +70,30 @@ class DataParallelModules:
         """The modules that are made from now on are made again in the next round, by the function that makes these."""
         self._is_in_round = True
 
-    def alive_with_arguments(self) -> list[tuple[Any, dict[str, Any]]]:
-        self._made = [(of, arguments) for of, arguments in self._made if of() is not None]
-        return [(of(), arguments) for of, arguments in self._made]
+    def _alive(self) -> list[tuple[Any, dict[str, Any], dict[str, bool]]]:
+        return [(of(), arguments, trained) for of, arguments, trained in self._made if of() is not None]
 
     def reason_against(self) -> Reason:
         """Why one of them cannot be built anew, "" if all can."""
-        for module, arguments in self.alive_with_arguments():
+        for module, arguments, _ in self._alive():
             if why := _reason_against(module, arguments):
                 return why
         return ""
 
     def knows(self, module: Any) -> bool:
-        return any(known is module for known, _ in self.alive_with_arguments()) or any(
-            of() is module for of in self._of_round
-        )
+        return any(known is module for known, *_ in self._alive()) or any(of() is module for of in self._of_round)
 
     def check_before_forward(self, check: Callable[[], None]) -> None:
         """Call `check` before each forward pass from now on, until `release_group()`; by another thread. A hook that
         was always there would cost each step a moment, and be compiled with the module."""
-        for of in (*(of for of, _ in tuple(self._made)), *tuple(self._of_round)):
+        for of in (*(of for of, *_ in tuple(self._made)), *tuple(self._of_round)):
             if (module := of()) is not None:
                 module.__dict__.setdefault("forward", functools.partial(_checked_forward, check, of))
 
     def release_group(self) -> None:
         """Drop what keeps the process group alive."""
         of_round, self._of_round = self._of_round, []
-        for module in (*(kept for kept, _ in self.alive_with_arguments()), *filter(None, (of() for of in of_round))):
+        for module in (*(kept for kept, *_ in self._alive()), *filter(None, (of() for of in of_round))):
             for name in _GROUP_ATTRIBUTES:
                 module.__dict__.pop(name, None)
             if getattr(module.__dict__.get("forward"), "func", None) is _checked_forward:
@@ -113,7 +111,7 @@ class DataParallelModules:
         assert self._build is not None
         own = vars(Module())
         has_sync = "init_sync" in inspect.signature(self._build).parameters
-        for module, arguments in self.alive_with_arguments():
+        for module, arguments, trained in self._alive():
             restored = is_restored(module)
             is_sent = has_new_ranks or not (has_sync and restored)
             if not is_sent:
@@ -123,6 +121,7 @@ class DataParallelModules:
             with (
                 warnings.catch_warnings(),
                 _values_set_aside(module.module if restored and keeps_values and is_sent else None),
+                _trained_as(trained, module),
             ):
                 warnings.simplefilter("ignore")  # said when it was made
                 self._build(module, module.module, **arguments)
@@ -153,6 +152,25 @@ def _values_set_aside(module: Any) -> Iterator[None]:
     finally:
         for tensor, data in zip(tensors, own, strict=True):
             tensor.data = data
+
+
+def _trained_parameters(wrapper: Any) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in wrapper.module.named_parameters()}
+
+
+@contextlib.contextmanager
+def _trained_as(trained: dict[str, bool], wrapper: Any) -> Iterator[None]:
+    """Freeze and unfreeze its parameters as they were, meanwhile: the constructor has only those averaged that are
+    trained at that moment, and a script may freeze others before `run`, and train them later.
+    """
+    now = _trained_parameters(wrapper)
+    try:
+        for name, parameter in wrapper.module.named_parameters():
+            parameter.requires_grad_(trained.get(name, now[name]))
+        yield
+    finally:
+        for name, parameter in wrapper.module.named_parameters():
+            parameter.requires_grad_(now[name])
 
 
 def _reason_against(module: Any, arguments: dict[str, Any]) -> Reason:

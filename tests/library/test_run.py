@@ -329,9 +329,10 @@ def test_fifty_changes_leave_nothing_behind(make_owner: Callable[[str], Owner]) 
         {"hooks": True, "ddp": {"static_graph": True}},
         {"compile": "outside", "ddp": {"gradient_as_bucket_view": True}},
         pytest.param({"compile": "inside"}, marks=pytest.mark.system),
+        {"freezes": True, "ddp": {"find_unused_parameters": True}},
         pytest.param({"compile": "outside", "backend": "inductor"}, marks=pytest.mark.system),
     ],
-    ids=["hooks", "compiled", "compiled inside", "by inductor"],
+    ids=["hooks", "compiled", "compiled inside", "frozen", "by inductor"],
 )
 def test_model_follows_into_the_next_group(make_owner: Callable[[str], Owner], options: dict[str, Any]) -> None:
     """The module object stays with all its hooks, and nothing is compiled again where rank 0's values arrive."""

@@ -67,6 +67,8 @@ if options.get("compile") == "inside":
     model = DistributedDataParallel(torch.compile(net, backend=backend))
 else:
     model = DistributedDataParallel(module=net, **options.get("ddp", {}))
+if options.get("freezes"):
+    net[0].requires_grad_(False)
 passes = {"inside": 0, "outside": 0, "optimizer": 0}
 
 
@@ -184,6 +186,8 @@ def train() -> str:
                 except RuntimeError:
                     say(swallowed=True)
                 session.save()
+            if options.get("freezes"):
+                net[0].requires_grad_(session.steps >= 10)
             loss = ((called(x) - y) ** 2).mean() * sampler.loss_scale()
             optimizer.zero_grad()
             fault("backward")
