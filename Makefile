@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-upstream test-frameworks test-cuda-build matrix test-gpu gpu-day bytecode check bench soak fuzz mutants audit sbom lock fmt docs recording site clean
+.PHONY: help demo test test-system test-upstream test-frameworks test-cuda-build matrix test-gpu gpu-day bytecode servers check bench soak fuzz mutants audit sbom lock fmt docs recording site clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,8 +29,7 @@ demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come b
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)  ## everything CI runs: check, then the whole test suite
-	@$(MAKE) --no-print-directory --jobs=2 check bytecode
-	@tests/install-servers
+	@$(MAKE) --no-print-directory --jobs=3 check bytecode servers
 	@$(BIN)/python -m pytest -q --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-system: $(READY)  ## the slow tests: variants of faults, several hosts, the service under a booted systemd; needs root
@@ -79,6 +78,10 @@ gpu-day: $(READY)  ## what only a GPU can tell, 23 checks into gpu-day/report.md
 # Four processes of pytest that find no bytecode take 17 s longer than ones that do: this one makes it, beside mypy.
 bytecode: $(READY)
 	@$(BIN)/python -m pytest --collect-only -q >/dev/null || true
+
+# They come from the network, beside mypy as well.
+servers: $(READY)
+	@tests/install-servers
 
 check: $(READY)  ## style, types, layers
 	@$(BIN)/ruff check --quiet $(CODE)
