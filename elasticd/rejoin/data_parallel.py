@@ -75,6 +75,8 @@ class DataParallelModules:
 
     def reason_against(self) -> Reason:
         """Why one of them cannot be built anew, "" if all can."""
+        if len(self._alive()) < len(self._made):
+            return "a DistributedDataParallel of before run() is gone: a new process would wait in its constructor"
         for module, arguments, _ in self._alive():
             if why := _reason_against(module, arguments):
                 return why

@@ -101,6 +101,8 @@ if options.get("preamble") == "collective":
     dist.barrier()
 if options.get("preamble") == "group":
     dist.new_group()
+if options.get("preamble") == "module":
+    DistributedDataParallel(nn.Linear(2, 2))
 entries = 0
 server = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(server.getsockname())
