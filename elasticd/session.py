@@ -323,6 +323,8 @@ class Session:
         if self._stepped:
             raise UsageError("restore() after step(): restore before the first step")
         self._directory = resolve(directory) if directory else self._directory
+        if not self._is_running:
+            self._modules.on_restore()
         if self._is_ahead:  # `run` restores in the round
             self._has_called_restore = True
             return None

@@ -33,6 +33,8 @@ class DataParallelModules:
         """Each with the arguments of its constructor, and with its parameters of then: true if one was trained."""
         self._of_round: list[weakref.ref[Any]] = []
         self._is_in_round = False
+        self._made_before_restore: int | None = None
+        """Their number at the script's own `restore()`."""
         self.collectives = 0
         """Collectives of the constructors."""
         self._build: Callable[..., None] | None = None
@@ -66,6 +68,10 @@ class DataParallelModules:
         if self._build is not None and DistributedDataParallel.__init__ is self._watched:
             DistributedDataParallel.__init__ = self._build  # type: ignore[method-assign]
 
+    def on_restore(self) -> None:
+        """The script restores before `run`."""
+        self._made_before_restore = len(self._made)
+
     def on_run_begin(self) -> None:
         """The modules that are made from now on are made again in the next round, by the function that makes these."""
         self._is_in_round = True
@@ -77,6 +83,8 @@ class DataParallelModules:
         """Why one of them cannot be built anew, "" if all can."""
         if len(self._alive()) < len(self._made):
             return "a DistributedDataParallel of before run() is gone: a new process would wait in its constructor"
+        if self._made_before_restore not in (None, len(self._made)):
+            return "a DistributedDataParallel is made after session.restore(): leave that call out, as run() restores"
         for module, arguments, _ in self._alive():
             if why := _reason_against(module, arguments):
                 return why

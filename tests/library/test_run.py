@@ -380,6 +380,7 @@ def test_exit_and_own_error_are_no_change(make_owner: Callable[[str], Owner], pl
         ("collective", "the script uses collectives before session.run()"),
         ("group", "the script makes another process group before session.run()"),
         ("rank", "an ElasticBatchSampler is given a rank before session.run()"),
+        ("restore", "a DistributedDataParallel is made after session.restore()"),
         ("module", "a DistributedDataParallel of before run() is gone"),
     ],
 )

@@ -101,6 +101,9 @@ if options.get("preamble") == "collective":
     dist.barrier()
 if options.get("preamble") == "group":
     dist.new_group()
+if options.get("preamble") == "restore":
+    session.restore()
+    other = DistributedDataParallel(nn.Linear(2, 2))
 if options.get("preamble") == "module":
     DistributedDataParallel(nn.Linear(2, 2))
 entries = 0
