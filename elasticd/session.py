@@ -131,6 +131,8 @@ class Session:
         """State of this process at the call of `run`; None before."""
         self._is_attached_by_train = False
         """`run` was called with nothing attached: what `train` attaches belongs to its round."""
+        self._opens_before_run = False
+        """The script has called `checkpoint()`, or `run` restores: not only `train` opens the directory."""
         self._has_left = False
         """This process is in another round than the first one in which it might have been."""
         self._at_entry: list[Callable[[], None]] = []
@@ -592,6 +594,7 @@ class Session:
         try:
             why = self._reason_against_staying()
             self._is_attached_by_train = not self._attached and not why
+            self._opens_before_run = bool(self._attached or self._context.every)
             self._entry = EntryState(self._attached, self._group.device)
             self._modules.on_run_begin()
             if self._is_ahead:
@@ -720,6 +723,9 @@ class Session:
         has_new_ranks = _NEW in self._channel.read_all("entry", "whether its process is new")
         if holder is not None:
             holder.skip_held_copy()
+        if group.rank == 0 and self._opens_before_run:
+            # A new process waits for it in a `checkpoint()` that comes before its DistributedDataParallel.
+            self._saver.open_directory(self._directory, "restore")
         is_restored = functools.partial(in_place.is_restored, self._attached, self._optional)
         self._modules.rebuild(is_restored, has_new_ranks, keeps_values=holder is not None and group.rank != 0)
         if self._is_attached_by_train:

@@ -199,14 +199,16 @@ def steps(member: Member) -> dict[int, tuple[str, float]]:
     return {line["step"]: (line["digest"], line["draw"]) for line in member.lines() if "step" in line}
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_survivor_and_new_process_continue_as_undisturbed_run(make_owner: Callable[[str], Owner], dead: int) -> None:
+@pytest.mark.parametrize(("dead", "options"), [(0, {}), (1, {}), (1, {"early": True})])
+def test_survivor_and_new_process_continue_as_undisturbed_run(
+    make_owner: Callable[[str], Owner], dead: int, options: dict[str, Any]
+) -> None:
     """Two ranks: a sum of two numbers does not depend on how gradients lie in buckets."""
     owner = make_owner("stays")
-    members = owner.start([None] * 2, {"faults": {1: [5, dead, "backward"]}})
+    members = owner.start([None] * 2, {**options, "faults": {1: [5, dead, "backward"]}})
     enter(members)
     pid = members[1 - dead].pid
-    again = owner.start(owner.change(members, dead), {})
+    again = owner.start(owner.change(members, dead), options)
     enter(again)
     ended = results(again)
     assert again[1 - dead].pid == pid

@@ -60,6 +60,8 @@ torch.set_num_threads(1)
 if "from" in options:
     os.chdir(options["from"])
 session = elasticd.init()
+if options.get("early"):
+    session.checkpoint(every=1)
 torch.manual_seed(7 + session.rank)
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
 backend = options.get("backend", "eager")
