@@ -9,6 +9,7 @@ that hold a process group of the round before would use it. Such scripts change 
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 
 from elasticd.checkpointing.state import sharded, training_state
 from elasticd.errors import Reason, RoundChanged
@@ -67,6 +69,18 @@ def reason_against_state(attached: Mapping[str, Any], modules: DataParallelModul
         for inner in training_state.unwrap(obj).modules():
             if any(isinstance(value, ProcessGroup) for value in vars(inner).values()):
                 return f"{type(inner).__name__} in {name} holds a process group"
+    return ""
+
+
+def reason_against_objects(world_size: int) -> Reason:
+    """The same by what the script has made for this rank: its share of the samples, or its place in a mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for obj in gc.get_objects():
+        if issubclass(type(obj), (DistributedSampler, DeviceMesh)):
+            ranks = getattr(obj, "num_replicas", world_size)
+            if ranks > 1 or ranks == world_size:
+                return f"a {type(obj).__name__} is made before session.run(), for one rank: make it in what run() calls"
     return ""
 
 

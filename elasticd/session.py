@@ -665,6 +665,7 @@ class Session:
             self._transport.reason_against()
             or in_place.reason_against_group(self._modules, self._group, collectives)
             or in_place.reason_against_state(self._attached, self._modules)
+            or in_place.reason_against_objects(self._group.world_size)
         )
 
     def _change_round(self, why: str) -> None:

@@ -384,6 +384,8 @@ def test_exit_and_own_error_are_no_change(make_owner: Callable[[str], Owner], pl
         ("rank", "an ElasticBatchSampler is given a rank before session.run()"),
         ("restore", "a DistributedDataParallel is made after session.restore()"),
         ("module", "a DistributedDataParallel of before run() is gone"),
+        ("share", "a DistributedSampler is made before session.run()"),
+        ("mesh", "a DeviceMesh is made before session.run()"),
     ],
 )
 def test_script_whose_processes_cannot_stay_says_so(

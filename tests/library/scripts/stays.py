@@ -108,6 +108,10 @@ if options.get("preamble") == "restore":
     other = DistributedDataParallel(nn.Linear(2, 2))
 if options.get("preamble") == "module":
     DistributedDataParallel(nn.Linear(2, 2))
+if options.get("preamble") == "share":
+    share = torch.utils.data.DistributedSampler(data)
+if options.get("preamble") == "mesh":
+    mesh = dist.init_device_mesh("cpu", (session.world_size,))
 entries = 0
 server = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(server.getsockname())
