@@ -324,6 +324,11 @@ class Session:
             raise UsageError("restore(): nothing is attached; call session.attach(model=..., optimizer=...) first")
         if self._stepped:
             raise UsageError("restore() after step(): restore before the first step")
+        if self._is_running and self._has_called_restore and not self._is_attached_by_train:
+            raise UsageError(
+                "restore() inside what session.run() calls, which has restored what was attached before: leave this "
+                "call out, or call it before run()"
+            )
         self._directory = resolve(directory) if directory else self._directory
         if not self._is_running:
             self._modules.on_restore()

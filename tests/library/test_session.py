@@ -225,6 +225,7 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "after close()" in said["barrier after close"]
     assert "keep at least 1" in said["keep nothing"]
     assert "already uses" in said["another directory"]
+    assert "which has restored what was attached before" in said["restore inside run"]
     assert "before the first step" in said["restore after a step"]
     assert "init(decision_timeout=...) is 0: give seconds" in said["no decision time"]
     assert "loaded step 1, which an earlier session of this process has trained" in said["second session"]

@@ -55,6 +55,7 @@ for every in wrong:
 with tempfile.TemporaryDirectory() as directory:
     attempt("keep nothing", lambda: session.checkpoint(every=1, keep=0, directory=directory))
     session.checkpoint(every=1, directory=directory)
+    attempt("restore inside run", lambda: session.run(session.restore))
     attempt("another directory", lambda: session.checkpoint(every=1, directory=directory + "2"))
     attempt("no time", lambda: session.checkpoint(every=1, directory=directory, barrier=0))
     session.step()
