@@ -9,6 +9,7 @@ reads checkpoints, coordination/ makes ranks agree and meet; this module puts th
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import signal
@@ -591,6 +592,8 @@ class Session:
         """
         if not callable(train):
             raise UsageError(f"run({train!r}): give the function itself, session.run(train), not session.run(train())")
+        if inspect.isgeneratorfunction(train) or inspect.iscoroutinefunction(train):
+            raise UsageError(f"run({train!r}): its call makes an object that trains later; give a function that trains")
         if self._is_running:
             raise UsageError("run() inside what session.run() calls: call it once, with the whole training")
         if self._closed:

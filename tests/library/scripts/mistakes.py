@@ -44,6 +44,7 @@ attempt("checkpoint without a directory", lambda: session.checkpoint(every=10))
 attempt("restore without a directory", session.restore)
 attempt("save without a directory", session.save)
 attempt("run of a result", lambda: session.run(None))  # type: ignore[arg-type]
+attempt("run of a generator", lambda: session.run(lambda: (yield)))
 attempt("unknown phase", lambda: phase(session, "warmup"))
 impossible: list[Any] = [0, -1, float("nan"), float("inf"), True, "30s", timedelta(0)]
 for timeout in impossible:
