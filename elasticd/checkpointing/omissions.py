@@ -184,7 +184,8 @@ class Omissions:
                 what += "Make it before session.attach(), attach it, and do not make it again after that"
             else:
                 what += "Attach it before session.restore(): session.attach(optimizer=optimizer)"
-            self._raise_or_warn(what, is_error=bool(another) and number < ERROR_STEPS)
+            is_new = number < ERROR_STEPS and self._context.parent is None  # a later stage may begin in the first steps
+            self._raise_or_warn(what, is_error=bool(another) and is_new)
 
     def _is_saved_by_another(self, optimizer: Any) -> bool:
         """True if something else that is attached, such as a wrapper, saves the optimizer's state."""

@@ -143,6 +143,17 @@ def test_loop_that_skips_batches_by_itself_is_told(start: Any, tmp_path: Path) -
         assert warning.startswith("the loop has left out the first 8 steps after restore(), but the attached sampler")
 
 
+def test_second_stage_can_be_resumed(start: Any, tmp_path: Path) -> None:
+    """What was a warning when it began is no error at the restart."""
+    for round, steps in (1, 24), (2, 36):
+        (seen,) = start(
+            "forgotten.py", "optimizer_of_a_second_stage", str(tmp_path), world_size=1, round=round
+        ).results()
+        assert seen["steps"] == steps
+        (warning,) = seen["warnings"]
+        assert "AdamW trains model and is not attached" in warning
+
+
 @pytest.mark.parametrize(("case", "error"), [("another_class", "and has no dampening, momentum"), ("alike_class", "")])
 def test_resume_with_another_class_of_optimizer(start: Any, tmp_path: Path, case: str, error: str) -> None:
     directory = str(tmp_path / "shared")

@@ -343,6 +343,19 @@ def optimizer_made_again_late(loop: Loop) -> None:
 
 
 @case
+def optimizer_of_a_second_stage(loop: Loop) -> None:
+    loop.attach()
+    first = loop.optimizer
+
+    def renew() -> None:
+        if loop.session.steps >= 20 and loop.optimizer is first:
+            loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+
+    renew()
+    loop.train(3 if loop.session.steps else 2, renew)
+
+
+@case
 def second_optimizer_unattached(loop: Loop) -> None:
     loop.optimizer = torch.optim.AdamW([loop.model.weight])
     other = torch.optim.Adam([loop.model.bias])
