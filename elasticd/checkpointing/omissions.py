@@ -430,7 +430,7 @@ class Omissions:
         self._told.add(kind)
         logger.warning(what)
         if self._context.group.rank == 0:
-            self._context.events.write("message", what, None)
+            self._context.events.write("message", what, None, once=kind)
 
 
 _KINDS_OF_TORCH = (
