@@ -19,9 +19,9 @@ WITHIN_S = 2.0
 pytestmark = pytest.mark.system
 
 
-def start(job: StartJob, kind: str) -> Job:
+def start(job: StartJob, kind: str, workers: str = "3") -> Job:
     faults = [Fault(1, 13, "SIGKILL", 1)]
-    return job("fallback.py", kind, workers="3", faults=faults, flags=["--checkpoint-dir", "checkpoints"])
+    return job("fallback.py", kind, workers=workers, faults=faults, flags=["--checkpoint-dir", "checkpoints"])
 
 
 def said(run: Job, why: str) -> list[str]:
@@ -65,6 +65,16 @@ def test_state_that_all_ranks_change_as_they_leave_is_lost(job: StartJob) -> Non
     for rank in (0, 2):
         why = f"rank {rank} has not saved step 12 at the fault: what is attached was changed after session.step()"
         assert len(said(run, why)) == 1
+
+
+def test_error_that_all_ranks_raise_as_they_stay_is_no_refusal_of_their_number(job: StartJob) -> None:
+    """New processes raise no such error."""
+    run = start(job, "once", workers="2:3")
+    assert run.wait() == 0
+    assert [event["kept"] for event in run.events("group_started")][:3] == [0, 2, 0]
+    assert run.event("round_published", round=2)["world_size"] == 2
+    assert run.event("round_published", round=3)["cause"] == "crash"
+    assert not said(run, "has refused to start with less than")
 
 
 @pytest.mark.parametrize("place", ["before the group", "before the model"])

@@ -301,6 +301,7 @@ def test_every_rank_must_make_the_same_mistake_in_time() -> None:
     cases: list[tuple[Event, str, tuple[tuple[int, int], ...]]] = [
         (exited(1, 1, MISTAKE), "shared_error", ((0, 4),)),
         (exited(1, 1, ExitReport("exception", "OSError", "", "")), "crash", ((0, 4),)),
+        (replace(exited(1, 1, MISTAKE), stayed=True), "crash", ((0, 4),)),
         (exited(1, 0), "crash", ((0, 4),)),
         (exited(1, -11), "crash", ((1, 5),)),
         (TimerExpired(10.5), "crash", ((0, 4),)),

@@ -136,10 +136,11 @@ def _is_rank_0_failure(report: ExitReport) -> bool:
 def shareable_error(exit: WorkerExited) -> str | None:
     """The error, by its type, that all ranks of the script may share; None where it is not the script's.
 
-    sys.exit counts only with code 2, argparse's answer to a bad argument.
+    sys.exit counts only with code 2, argparse's answer to a bad argument. A process that has stayed may raise what a
+    new one does not, where its script does for a second time what can be done once.
     """
     report = exit.exit_report
-    if report is None or exit.status.signal is not None or not is_own_failure(report):
+    if report is None or exit.stayed or exit.status.signal is not None or not is_own_failure(report):
         return None
     if report.kind == "exit":
         return "SystemExit" if exit.status.code == 2 else None

@@ -90,6 +90,7 @@ class WorkerExited:
     at: float
     ran_s: float = 0.0
     still_runs: bool = False  #: it has raised, but has not ended: see PeerLost
+    stayed: bool = False  #: its process has been in another round before
 
 
 @dataclass(frozen=True, slots=True)

@@ -562,7 +562,8 @@ class WorkerManager:
         if status.signal == signal.SIGKILL and self._oom_kills > killed_before:
             status = replace(status, out_of_memory=True)
         ran_s = report.at - group.started_at
-        return WorkerExited(number, rank, local_rank, slot, status, raised, report.at, ran_s)
+        stayed = report.pid in group.kept_pids
+        return WorkerExited(number, rank, local_rank, slot, status, raised, report.at, ran_s, stayed=stayed)
 
     def _report_lost(self, exit: WorkerExited) -> None:
         """Say of a worker that was to keep its process that it has ended. SIGKILL has sentences of its own."""
