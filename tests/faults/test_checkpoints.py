@@ -23,6 +23,7 @@ def losses(run: Job) -> dict[int, float]:
     return {int(step): float(loss) for _, step, loss, _ in lines}
 
 
+@pytest.mark.system
 def test_interrupted_run_is_bit_identical(job: StartJob, tmp_path: Path) -> None:
     """An interrupted run equals the uninterrupted one bit for bit."""
     whole = job("resume.py", "--steps", "40", flags=["--checkpoint-dir", str(tmp_path / "whole")])
