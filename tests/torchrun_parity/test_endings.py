@@ -141,7 +141,7 @@ def test_variable_set_too_late_for_the_warm_launcher(tmp_path: Path) -> None:
     environment = {"HELPER": "found at run time", "OMP_NUM_THREADS": "1"}
     outcome = under(tmp_path / "elasticd", ["helped.py"], folder, environment=environment).outcome()
     assert outcome.facts()["threads"] == 1
-    assert outcome.stderr.count("TORCH_SHOW_CPP_STACKTRACES was changed before torch was imported") == 1
+    assert outcome.stderr.count("TORCH_SHOW_CPP_STACKTRACES was changed before torch read it") == 1
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,34 @@ def test_a_variable_set_before_torch_is_imported(tmp_path: Path, line: str, vari
     assert (cold is None) if variable is None else (cold is not None and variable in cold)
     script.write_text(f"import os\nimport torch\n{line}\n")
     assert plan_preload(script, (), ()).cold_reason is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "variable"),
+    [
+        ("import torch\nos.environ['TORCH_COMPILE_DISABLE'] = '1'", "TORCH_COMPILE_DISABLE"),
+        ("import torch\ndef main():\n    os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'", "TORCHINDUCTOR_MAX_AUTOTUNE"),
+        ("os.environ['CXX'] = 'g++-12'\nimport torch", "CXX"),
+        ("import torch\nimport settings", "TORCHDYNAMO_VERBOSE"),
+        ("import torch\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = '/x'", None),
+        ("import torch\nos.environ['OMP_NUM_THREADS'] = '1'", None),
+    ],
+)
+def test_a_variable_set_before_the_compiler_is_imported(tmp_path: Path, lines: str, variable: str | None) -> None:
+    """torch imports its compiler when something is compiled, and the template before."""
+    (tmp_path / "settings.py").write_text("import os\nos.environ['TORCHDYNAMO_VERBOSE'] = '1'\n")
+    (tmp_path / "train.py").write_text(f"import os\n{lines}\n")
+    cold = plan_preload(tmp_path / "train.py", (), (), (tmp_path,)).cold_reason
+    assert (cold is None) if variable is None else (cold is not None and f"sets {variable}," in cold)
+
+
+def test_what_reads_cuda_home_is_not_preloaded(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, torch\nfrom torch.utils.cpp_extension import load\nimport torch.nn\n"
+    )
+    modules = plan_preload(tmp_path / "train.py", (), ()).modules
+    assert "torch.nn" in modules
+    assert "torch.utils.cpp_extension" not in modules
 
 
 @pytest.mark.parametrize(

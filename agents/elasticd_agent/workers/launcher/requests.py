@@ -47,6 +47,12 @@ COMPILE_MODULES = ("torch._inductor.compile_fx",)
 LAZY_LIBRARY_MODULES = ("elasticd.session", "elasticd.sampler")
 """The lazy imports of `import elasticd`."""
 VARIABLES_READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
+VARIABLES_READ_BY_COMPILER = re.compile(
+    r"TORCHINDUCTOR_(?!CACHE_DIR$)|TORCHDYNAMO_|TORCH_(?:COMPILE|DYNAMO)_|AOT_?INDUCTOR_|INDUCTOR_|TRITON_INTERPRET$|CXX$"
+)
+"""Read when torch._dynamo is imported, which torch itself does later: a script may set them after `import torch`."""
+NEVER_PRELOADED = ("torch.utils.cpp_extension",)
+"""It reads CUDA_HOME."""
 HOOK_PROBE_S = 60.0
 """An interpreter may start a container first."""
 MAX_SCANNED_FILES = 500
@@ -86,7 +92,8 @@ def plan_preload(
         if changed is not None:
             return PreloadPlan(cold_reason=f"{changed[0]} sets {changed[1]}, which torch reads when it is imported")
         names = list(imported_modules(tree))
-        modules += [name for name in names if name.startswith("torch.") and name not in modules]
+        known = (*modules, *NEVER_PRELOADED)
+        modules += [name for name in names if name.startswith("torch.") and name not in known]
         if any(name.partition(".")[0] == "elasticd" for name in names):
             modules += LAZY_LIBRARY_MODULES
         if "torch.compile" in source or ".compile(" in source:
@@ -116,9 +123,11 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
 
 
 class EarlyEnvironmentScan:
-    """Finds a relevant variable that is set before torch is imported (or, without such an import, anywhere).
+    """Finds a relevant variable that is set before torch is imported (or, without such an import, anywhere), or before
+    its compiler is, which may be at any time.
 
-    Statements are read from top to bottom, and with an import of a module in `path` that module's.
+    Statements are read from top to bottom, and with an import of a module in `path` that module's; once torch is
+    imported only if it has something to do with the environment.
     """
 
     def __init__(self, path: tuple[Path, ...]) -> None:
@@ -130,7 +139,10 @@ class EarlyEnvironmentScan:
         """The name of the file, and of the variable."""
         self._read.add(file)
         try:
-            tree = parse_script(file.read_text(encoding="utf-8"))
+            source = file.read_text(encoding="utf-8")
+            if self._torch and "environ" not in source:
+                return None
+            tree = parse_script(source)
         except (OSError, ValueError, SyntaxError):
             return None
         nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
@@ -138,19 +150,21 @@ class EarlyEnvironmentScan:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 change = self._change_in_import(node, file)
             else:
-                names = [name for name in _variables_set_by(node) if VARIABLES_READ_AT_IMPORT.match(name)]
+                names = [name for name in _variables_set_by(node) if self._is_read_later(name)]
                 change = (file.name, names[0]) if names else None
-            if change is not None or self._torch:
+            if change is not None:
                 return change
         return None
 
+    def _is_read_later(self, name: str) -> bool:
+        at_import = not self._torch and VARIABLES_READ_AT_IMPORT.match(name) is not None
+        return at_import or VARIABLES_READ_BY_COMPILER.match(name) is not None
+
     def _change_in_import(self, node: ast.Import | ast.ImportFrom, file: Path) -> tuple[str, str] | None:
         self._torch = self._torch or _imports_torch(node)
-        if self._torch:
-            return None
         for module in self._imported_files(node, file):
             change = self.find_early_change(module)
-            if change is not None or self._torch:
+            if change is not None:
                 return change
         return None
 
@@ -347,6 +361,7 @@ class LaunchRequests:
         ours = {"library": {name: library_file(name) for name in LIBRARY_MODULES}, "agent": os.getpid()}
         ours |= {
             "read_at_import": VARIABLES_READ_AT_IMPORT.pattern,
+            "read_by_compiler": VARIABLES_READ_BY_COMPILER.pattern,
             "integrate": INTEGRATED_MODULES if self._spec.integrate else (),
         }
         return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}

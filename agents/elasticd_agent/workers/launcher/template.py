@@ -418,13 +418,17 @@ class Template:
         self.hidden.when_imported("numpy", self.give_blas_its_threads)
         self.hidden.triggers_with_environment = frozenset(self.config["required"])
         started_with = dict(os.environ)
-        torch, pattern = self.hidden.get_loaded("torch"), self.config["read_at_import"]
+        torch = self.hidden.get_loaded("torch")
 
         def adapt_torch() -> None:
             scale_torch_threads(torch, share)
-            apply_environment_changes(torch, pattern, started_with)
+            apply_environment_changes(torch, self.config["read_at_import"], started_with)
+
+        def adapt_compiler() -> None:
+            apply_environment_changes(torch, self.config["read_by_compiler"], started_with)
 
         self.hidden.when_imported("torch", adapt_torch)
+        self.hidden.when_imported("torch._dynamo", adapt_compiler)
         self.after_import("torch.optim.optimizer", start_heartbeat(self.config, self.library))
         for name in self.config["integrate"]:
             self.after_import(name, integrate)
@@ -495,18 +499,19 @@ def scale_torch_threads(torch: Any, share: float) -> None:
 
 
 def apply_environment_changes(torch: Any, read_at_import: str, before: dict[str, str]) -> None:
-    """Apply what a module has set before torch is imported, although torch has been loaded already."""
+    """Apply what a module has set before torch, or its compiler, is imported, although it has been loaded already."""
     for name in sorted(set(os.environ) | set(before)):
         value = os.environ.get(name, "")
         if value == before.get(name, "") or not re.match(read_at_import, name):
             continue
+        before[name] = value  # it is told once
         if name in THREAD_COUNT_VARIABLES and value.isdigit() and int(value):
             given = (os.environ.get(variable, "") for variable in THREAD_COUNT_VARIABLES)
             torch.set_num_threads(next(int(text) for text in given if text.isdigit() and int(text)))
-        elif not name.startswith("TORCHINDUCTOR_"):  # read when it compiles
+        elif name != "TORCHINDUCTOR_CACHE_DIR":  # read when it compiles
             print(
-                f"elasticd: {name} was changed before torch was imported, but the warm launcher had loaded torch: this "
-                f"has no effect. Set {name} in the script itself or outside",
+                f"elasticd: {name} was changed before torch read it, but the warm launcher had loaded torch: this has "
+                f"no effect. Set {name} in the script itself or outside",
                 file=sys.stderr,
             )
 
