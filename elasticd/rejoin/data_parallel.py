@@ -34,7 +34,7 @@ class DataParallelModules:
         self._of_round: list[weakref.ref[Any]] = []
         self._is_in_round = False
         self._made_before_restore: int | None = None
-        """Their number at the script's own `restore()`."""
+        """The number of modules at the script's own `restore()`."""
         self.collectives = 0
         """Collectives of the constructors."""
         self._build: Callable[..., None] | None = None

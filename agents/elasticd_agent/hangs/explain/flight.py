@@ -54,7 +54,7 @@ def compare_groups(recorded: Mapping[int, Sequence[GroupTail]]) -> list[GroupCom
 
 
 def _key(tail: GroupTail) -> tuple[str, int]:
-    """What tells its group from others: of the default group all have the ranks."""
+    """The name of its group and a checksum of the group's ranks, which for the default group is left out."""
     return tail.group, 0 if tail.group == DEFAULT_GROUP_NAME else tail.members
 
 
