@@ -504,7 +504,7 @@ def apply_environment_changes(torch: Any, read_at_import: str, before: dict[str,
         value = os.environ.get(name, "")
         if value == before.get(name, "") or not re.match(read_at_import, name):
             continue
-        before[name] = value  # it is told once
+        before[name] = value  # said once
         if name in THREAD_COUNT_VARIABLES and value.isdigit() and int(value):
             given = (os.environ.get(variable, "") for variable in THREAD_COUNT_VARIABLES)
             torch.set_num_threads(next(int(text) for text in given if text.isdigit() and int(text)))
