@@ -93,15 +93,6 @@ def table(text: str) -> list[dict[str, str]]:
     return [{n: line[a:b].strip() for n, a, b in zip(names, starts, ends, strict=True)} for line in lines]
 
 
-def test_follow_of_a_job_that_fails_ends_with_the_reason(node: MakeNode, tmp_path: Path) -> None:
-    (tmp_path / "hello.py").write_text("print('hello', flush=True)\nundefined\n")
-    ask = asker(node().start())
-    options = ["--id", "greeting", "--follow", "--workers", "1"]
-    why = "greeting: failed: an error in the script, not restarted: rank 0 failed by itself before the first step: "
-    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), COLD, code=1, err=why)
-    assert out.startswith("greeting\nhello\n")
-
-
 @pytest.mark.system
 def test_follow_ends_with_the_traceback_of_the_rank_that_failed(node: MakeNode, tmp_path: Path) -> None:
     fails = "if os.environ['RANK'] == '1':\n    raise ValueError('no shape')"
@@ -111,7 +102,8 @@ def test_follow_ends_with_the_traceback_of_the_rank_that_failed(node: MakeNode, 
     assert ask("submit", *options, "--", str(tmp_path / "shape.py"), code=1, err=end).startswith("shape\nhello\n")
 
 
-def test_job_from_submit_to_cancel(node: MakeNode) -> None:
+def test_job_from_submit_to_cancel(node: MakeNode, tmp_path: Path) -> None:
+    """And one that is followed, and fails."""
     n1 = node()
     n1.start()
     ask = asker(n1)
@@ -167,6 +159,12 @@ def test_job_from_submit_to_cancel(node: MakeNode) -> None:
     assert ask("status", "llama").startswith("llama: cancelled, ")
     n1.until(lambda: len(n1.job_events("llama", "job_ended")) == 2, "the job's end here")
     assert n1.job_events("llama", "job_ended")[-1]["reason"].startswith("n1 leaves: the job was cancelled by ")
+
+    (tmp_path / "hello.py").write_text("print('hello', flush=True)\nundefined\n")
+    options = ["--id", "greeting", "--follow", "--workers", "1"]
+    why = "greeting: failed: an error in the script, not restarted: rank 0 failed by itself before the first step: "
+    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), COLD, code=1, err=why)
+    assert out.startswith("greeting\nhello\n")
     assert n1.drain() == 0
     n1.assert_gone()
 
