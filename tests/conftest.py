@@ -193,9 +193,15 @@ def _left_behind(before: Remains) -> list[str]:
     return Remains(now.processes, now.threads, fds, ours).since(before)
 
 
+def pytest_collectstart() -> None:
+    """Without the collection of garbage a process of pytest takes a quarter less until its first test."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """A collection of garbage, which some tests ask for, need not look at what pytest has made."""
+    """What pytest has made is no garbage, and need not be looked at."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
