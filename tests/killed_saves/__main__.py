@@ -1,7 +1,7 @@
-"""Kill saves and restores at their system calls: python -m tests.killed_saves [--points N] [NAME ...].
+"""Kill saves and restores at their system calls: python -m tests.killed_saves [--kills N] [NAME ...].
 
 Prints a table: for each situation the points at which its processes were killed, and how many a fresh process got
-wrong. The exit code is 1 if there is one.
+wrong. The exit code is 1 if there is one, or a situation in which no kill came to its point.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,7 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.killed_saves", description=__doc__)
     parser.add_argument("--kills", type=int, default=10, help="points with a real kill in each situation; default: 10")
     parser.add_argument("--damage", type=float, default=1.0, help="share of the damages of files; default: 1, all")
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("names", nargs="*", help="of rows; default: all")
     options = parser.parse_args()
     for name in PRELOADED:
         importlib.import_module(name)
@@ -122,23 +124,21 @@ def main() -> int:
     from tests.killed_saves.writer import HANDOVERS
     from tests.killed_saves.writer import check as kill_writer
 
-    failed = 0
     with tempfile.TemporaryDirectory() as base:
-        for situation in SITUATIONS:
-            if not options.names or situation.name in options.names:
-                row = kill(situation, Path(base), options.kills)
-                failed += bool(row["wrong"])
-                print(json.dumps(row), flush=True)
+        rows: dict[str, Callable[[], dict[str, object]]] = {
+            each.name: partial(kill, each, Path(base), options.kills) for each in SITUATIONS
+        }
         for handover in HANDOVERS:
-            if not options.names or f"writer: {handover.name}" in options.names:
-                row = kill_writer(handover, Path(base, "writer"), options.kills)
-                failed += bool(row["wrong"])
-                print(json.dumps(row), flush=True)
-        for kind in KINDS:
-            if options.damage and (not options.names or f"damage: {kind}" in options.names):
-                row = check(kind, Path(base, "damage"), options.damage)
-                failed += bool(row["wrong"])
-                print(json.dumps(row), flush=True)
+            rows[f"writer: {handover.name}"] = partial(kill_writer, handover, Path(base, "writer"), options.kills)
+        for kind in KINDS if options.damage else ():
+            rows[f"damage: {kind}"] = partial(check, kind, Path(base, "damage"), options.damage)
+        if unknown := set(options.names) - rows.keys():
+            parser.error(f"no such row: {', '.join(sorted(unknown))}; there are: {', '.join(rows)}")
+        failed = False
+        for name in options.names or rows:
+            row = rows[name]()
+            failed |= bool(row["wrong"]) or (options.kills > 0 and row.get("killed") == 0)
+            print(json.dumps(row | {"name": name}), flush=True)
     return 1 if failed else 0
 
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 import elasticd
@@ -77,6 +79,8 @@ class Script:
         os.close(errors)
         time.time = lambda: 1.7e9  # equal states have equal manifests
         torch.set_num_threads(1)
+        random.seed(0)  # what a checkpoint has of random states
+        numpy.random.seed(0)
         torch.manual_seed(0)
         self.session = elasticd.init()
         self.model: Any = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.LayerNorm(60))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.killed_saves import durability, tracer
+from tests.killed_saves.situations import SITUATIONS
 from tests.killed_saves.tracer import Call, Trace
 
 PROGRAM = Path(__file__).parents[1] / "killed_saves" / "__main__.py"
@@ -22,6 +23,19 @@ def test_kill_at_any_call_and_damage_of_any_file_cost_nothing_committed(start: A
     rows = [json.loads(line) for line in (job.ranks[0].folder / "out").read_text().splitlines()]
     assert [row["wrong"] for row in rows] == [[]] * len(PART)
     assert all(row["killed"] and row["points"] > 200 and row["directories"] >= 9 for row in rows[:-1])
+    assert rows[-1]["damages"] > 20
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not tracer.supported, reason="the tracer knows the system calls of x86_64")
+def test_kill_at_any_call_of_every_other_life_costs_nothing_committed(start: Any) -> None:
+    names = [each.name for each in SITUATIONS if each.name not in PART]
+    job = start(str(PROGRAM), "--kills", "1", "--damage", "0.002", *names, "damage: sharded", world_size=1)
+    assert job.codes(timeout=800) == [0], (job.ranks[0].folder / "out").read_text() + job.ranks[0].errors()
+    rows = [json.loads(line) for line in (job.ranks[0].folder / "out").read_text().splitlines()]
+    assert [row["wrong"] for row in rows] == [[]] * (len(names) + 1)
+    assert all(row["killed"] and row["points"] > 200 and row["directories"] >= 7 for row in rows[:-1])
     assert rows[-1]["damages"] > 20
 
 
