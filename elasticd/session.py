@@ -375,8 +375,8 @@ class Session:
     ) -> None:
         """Save every `every` steps (50), or at an interval of time ("30s", a timedelta), by rank 0's clock.
 
-        `directory` overrides ELASTICD_CHECKPOINT_DIR; the newest `keep` checkpoints stay, and those of steps that are
-        multiples of `keep_every`, for ever (0: none). A full or read-only disk is
+        `directory` overrides ELASTICD_CHECKPOINT_DIR; the newest `keep` checkpoints stay, and the first one from each
+        multiple of `keep_every` steps on, for ever (0: none). A full or read-only disk is
         reported, and the save is tried again when the next one is due. With `partner_copies`, each of several nodes
         keeps a copy of another one's part of a sharded state in memory. With `barrier` (seconds, or a timedelta) all
         ranks meet at a barrier of that timeout before each save, so that an error names a rank that does not come.

@@ -63,7 +63,7 @@ class SaveContext:
     attached_on_rank0: list[str] | None = None  #: the names on rank 0, None: not known
     every: SaveInterval | None = None
     keep: int = DEFAULT_KEEP
-    keep_every: int = 0  #: checkpoints of steps that are multiples of it stay for ever; 0: none do
+    keep_every: int = 0  #: the first checkpoint from each multiple of it on stays for ever; 0: none does
     partner_copies: bool = True  #: each node keeps a copy of another node's part of a sharded state
     is_sharded: bool = False
     owed_reason: Reason = ""  #: why a save is due as soon as no earlier one is being written, "" if none is

@@ -588,6 +588,14 @@ def test_milestones_stay(tmp_path: Path) -> None:
     assert usable(tmp_path) == ["r2-s110", "r2-s100", "r1-s80", "r1-s40"]
 
 
+def test_milestone_is_the_first_step_from_a_multiple_on(tmp_path: Path) -> None:
+    """As where checkpoints are made at an interval of time."""
+    for step in range(7, 130, 9):
+        save(tmp_path, 1, step)
+        retain(tmp_path, 1, 2, 40)
+    assert present(tmp_path) == ["r1-s115", "r1-s124", "r1-s43", "r1-s88"]
+
+
 def test_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody has made it immutable."""
     for step in (10, 20, 30, 40):

@@ -111,7 +111,13 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--keep", type=int, default=3, metavar="N", help="with prune: the newest N steps stay (default 3)"
     )
-    parser.add_argument("--keep-every", type=int, default=0, metavar="N", help="with prune: multiples of N stay, too")
+    parser.add_argument(
+        "--keep-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with prune: the first from each multiple of N on stays, too",
+    )
     return parser
 
 

@@ -74,7 +74,7 @@ class WriteTask:
     events: str  #: the worker event file of the rank that saved it, "" for none; so are `rank` and `blocked_s`
     rank: int
     blocked_s: float
-    keep_every: int = 0  #: steps that are multiples of it are never deleted; 0: none
+    keep_every: int = 0  #: the first step from each multiple of it on is never deleted; 0: none
     token: str = ""  #: the name of a sharded state's staging directory. `node` of `nodes` writes its part there.
     node: int = 0
     nodes: int = 1

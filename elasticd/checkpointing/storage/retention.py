@@ -29,10 +29,10 @@ from elasticd.errors import ObjectStoreError
 def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_every: int = 0) -> list[Path]:
     """Keep the newest `keep` steps of the lineage across rounds; returns the deleted paths. Call it after a save.
 
-    Steps that are multiples of `keep_every` stay as well. Before it deletes, it reads the newest checkpoint back, once;
-    not from an object store, which compares what it receives: there the sizes are compared.
-    Raises ValueError for keep < 1, OSError if the directory cannot be listed or changed; where one cannot be deleted,
-    once the others are.
+    The first step from each multiple of `keep_every` on stays as well: saves at an interval of time meet no multiple.
+    Before it deletes, it reads the newest checkpoint back, once; not from an object store, which compares what it
+    receives: there the sizes are compared. Raises ValueError for keep < 1, OSError if the directory cannot be listed or
+    changed; where one cannot be deleted, once the others are.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one checkpoint must stay")
@@ -98,9 +98,11 @@ def _kept_paths(found: LineageWalk, keep: int, keep_every: int, anchor: int) -> 
     # A round's re-linked first checkpoint and its parent are one step: the same data, often the same file.
     newest_steps: list[Entry] = []
     steps: set[int] = set()
+    every_step = [entry.manifest.step for entry in found.entries]
     for i, entry in enumerate(found.entries):
         step = entry.manifest.step
-        is_milestone = bool(keep_every) and step % keep_every == 0
+        before = next((older for older in every_step[i:] if older < step), 0)
+        is_milestone = bool(keep_every) and step // keep_every > before // keep_every
         if (step not in steps and (len(steps) < keep or is_milestone)) or i == anchor:
             newest_steps.append(entry)
             steps.add(step)
