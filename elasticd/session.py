@@ -199,6 +199,8 @@ class Session:
         self._partial, self._max_partial = 0, MAX_DEFERRED_STEPS
         """The steps for which rank 0 waited for an optimizer's step, and waits at most."""
         self._between_steps: BetweenSteps | None = None
+        self._ended_epochs: list[Any] = []
+        """Of each loader of its own, at the end of the last step."""
         self._since_restore: RestoredModules | None = None
         """Until the first batch."""
         self._samplers = AttachedSamplers(ChainMap(self._attached, self._context.per_rank), group.device)
@@ -518,6 +520,7 @@ class Session:
             self._between_steps.commit(
                 self._steps, is_saved=action != "continue" and not holds, ends_epoch=self._samplers.is_loop_at_end()
             )
+            self._ended_epochs = self._read_ended_epochs()
         if action == "pause":
             action = self._pause(saved)
         if action == "stop":
@@ -907,9 +910,15 @@ class Session:
 
     def _on_step_begin(self, is_certain: bool) -> None:
         assert self._between_steps is not None
+        if self._read_ended_epochs() != self._ended_epochs:
+            self._between_steps.on_epoch_end()
         if what := self._between_steps.on_step_begin(is_certain):
             self._say_once(what, key=" ".join(self._between_steps.changed))
             self._due = self._due or self._between_steps.why_save_again()
+
+    def _read_ended_epochs(self) -> list[Any]:
+        """Of each RankLoader: it does not know which batch is an epoch's last one."""
+        return [getattr(obj, "ended_epochs", None) for obj in self._context.per_rank.values()]
 
     def _has_gradients(self) -> bool:
         return any(

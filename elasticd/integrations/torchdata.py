@@ -39,6 +39,8 @@ class RankLoader:
         self._loader = loader
         self.epoch = 0
         """The epoch that the next iteration begins or continues."""
+        self.ended_epochs = 0
+        """Epochs that this process has come to the end of: what follows is repeated by a run that resumes before it."""
         self._samples = 0
         """The batches of this rank and epoch that the loop has got."""
         self._per_batch = getattr(loader, "batch_size", None) or 1
@@ -64,7 +66,7 @@ class RankLoader:
         while (epoch := self.epoch) < count and not self._stopped:
             yield epoch
             if self.epoch == epoch and not self._stopped:  # the loop over its batches was left early
-                self.epoch, self._samples = epoch + 1, 0
+                self._end_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         for name in ("sampler", "dataset"):
@@ -77,8 +79,11 @@ class RankLoader:
                 return
             self._samples += self._per_batch
             yield batch
-        self.epoch += 1
-        self._samples = 0
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self.epoch, self._samples = self.epoch + 1, 0
+        self.ended_epochs += 1
 
     def state_dict(self) -> StateDict:
         """The state of this rank. Between two epochs the loader's own state is of a finished iteration and left out."""

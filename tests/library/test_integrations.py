@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import elasticd
 from elasticd.errors import SamplerError, UsageError
 from elasticd.integrations import accelerate, lightning, transformers
 from elasticd.integrations.loader import ElasticLoader
@@ -223,6 +226,31 @@ def test_state_of_a_loader_that_fetches_ahead_of_its_sampler_is_refused(wrapper:
         check_attached_loader("loader", loader)
     with pytest.raises(SamplerError, match=r"the place of this (Rank)?Loader is its ElasticBatchSampler"):
         check_attached_loader("loader", over(batch_sampler=sampler, num_workers=1))
+
+
+@pytest.mark.parametrize("per_epoch", [True, False])
+def test_tail_of_a_rank_loaders_epoch_is_no_late_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, per_epoch: bool
+) -> None:
+    """A run that resumes from the epoch's last step repeats it, as with an attached sampler."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, loader = torch.nn.ParameterList([weight]), RankLoader(StatefulLoader())
+    with contextlib.closing(elasticd.init()) as session:
+        session.attach(model=model, optimizer=optimizer, scheduler=scheduler, per_rank={"loader": loader})
+        session.restore(tmp_path)
+        session.checkpoint(2, tmp_path)
+        for _ in loader.epochs(3):
+            for _ in loader:
+                weight.sum().backward()
+                optimizer.step()
+                session.step()
+                if not per_epoch:
+                    scheduler.step()
+            if per_epoch:
+                scheduler.step()
+    assert ("scheduler changed after session.step()" in caplog.text) != per_epoch
 
 
 def test_iteration_that_was_left_early_has_no_part_in_the_place_of_the_next() -> None:

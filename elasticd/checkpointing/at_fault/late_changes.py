@@ -69,6 +69,10 @@ class BetweenSteps:
         self._random_state = training_state.random_state(self._device) if self._ends_epoch else None
         self.has_begun = False
 
+    def on_epoch_end(self) -> None:
+        """The step before was an epoch's last one, which is known only now."""
+        self._ends_epoch = True
+
     def on_save(self, is_next_epoch: bool) -> None:
         """The script saves. `is_next_epoch`: as of the next epoch's beginning, so no rest of this one is repeated."""
         self.is_saved = True
