@@ -514,10 +514,11 @@ class ElasticBatchSampler:
             # What a restart would find: it draws the order again.
             is_first = self._usage.begun_iterations == 1 and not self._restored
             if is_first and GivenOrder(self._given, self._seed, epoch).name != order.name:
-                raise SamplerError(
-                    f"order={order.name}: it is another one each time that it is drawn, and a restart could not "
-                    "continue in an epoch: draw from torch's generator, which is seeded here, or give a function of "
-                    "the epoch that seeds its own"
+                warnings.warn(
+                    f"order={order.name}: it is another one each time that it is drawn, so a restart cannot continue "
+                    "in an epoch, and will fail: draw from torch's generator, which is seeded here, or give a function "
+                    "of the epoch that seeds its own",
+                    stacklevel=2,
                 )
             return order
         return Permutation(self._size, self._seed, epoch) if self._shuffle else None
