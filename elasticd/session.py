@@ -153,6 +153,8 @@ class Session:
         self._sigterm = SigtermHandler()
         self._should_stop = False
         self._closed = self._is_running = False
+        self._has_ended_iterator = False
+        """The ranks have changed while an attached sampler was asked for a batch, and none was asked since."""
         self._holder: Donor | None = None
         """The donor of the round before, which holds the state on the way to this one."""
         self._barrier_s: float | None = None
@@ -618,9 +620,18 @@ class Session:
                 return train()
             self._hold_restored()
             self._enter_train()
-            return in_place.run(train, self._launch, self._change_round)
+            return in_place.run(functools.partial(self._call, train), self._launch, self._change_round)
         finally:
             self._is_running = False
+
+    def _call(self, train: Callable[[], T]) -> T:
+        result = train()
+        if self._has_ended_iterator and not self._launch.changed.is_set():
+            raise UsageError(
+                "what session.run() calls has returned without asking for a batch, since its iterator was made before "
+                "run() and has ended as the ranks changed: make the iterator in what run() calls"
+            )
+        return result
 
     def _enter_train(self) -> None:
         """Tell the launcher that this process can leave `train`, once it is known what is attached."""
@@ -893,6 +904,7 @@ class Session:
 
     def _on_next(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
         """An attached sampler is asked for a batch."""
+        self._has_ended_iterator = self._launch.changed.is_set()
         self._launch.raise_if_changed()
         if threading.get_ident() != self._thread:
             return

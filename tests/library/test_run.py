@@ -432,6 +432,17 @@ def test_process_whose_session_train_has_closed_does_not_stay(make_owner: Callab
     assert "cannot stay: what session.run() calls has closed the session" in members[0].errors()
 
 
+def test_iterator_that_has_ended_with_its_round_is_no_end_of_training(make_owner: Callable[[str], Owner]) -> None:
+    owner = make_owner("stays")
+    options = {"iterator": True, "faults": {1: [2, 1, "next batch"]}}
+    members = owner.start([None] * 2, options)
+    enter(members)
+    (member,) = owner.start([each for each in owner.change(members, 1) if each], options)
+    wait_for(lambda: member.code is not None, "its end")
+    assert member.code == 1
+    assert "make the iterator in what run() calls" in member.errors()
+
+
 def test_rank_leaves_a_pause(make_owner: Callable[[str], Owner]) -> None:
     owner = make_owner("stays")
     options = {"pace": 0.02}

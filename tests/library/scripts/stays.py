@@ -112,6 +112,7 @@ if options.get("preamble") == "share":
     share = torch.utils.data.DistributedSampler(data)
 if options.get("preamble") == "mesh":
     mesh = dist.init_device_mesh("cpu", (session.world_size,))
+batches: Any = iter(loader) if options.get("iterator") else None
 entries = 0
 server = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(server.getsockname())
@@ -161,13 +162,17 @@ def train() -> str:
     for epoch in range(sampler.epoch, options.get("epochs", 5)):
         sampler.set_epoch(epoch)
         model.train()
-        for x, y in loader:
+        for x, y in loader if batches is None else batches:
             if fault("barrier"):
                 session.barrier("all")
             if fault("save"):
                 session.save()
             if fault("group"):
                 dist.all_reduce(torch.ones(1), group=group)
+            if fault("next batch"):
+                while not session._launch.changed.is_set():
+                    time.sleep(0.001)
+                continue
             if fault("computing"):
                 time.sleep(0.5)
             if fault("exit"):
