@@ -33,8 +33,7 @@ _MARK = f"TESTS_OF_ELASTICD={os.getpid()}.{time.monotonic_ns()}"  # not ELASTICD
 _WAIT_S = float(os.environ.get("LEAK_WAIT_S", "20"))
 _SHM = Path("/dev/shm")
 _BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
-# What is in /proc and was seen to be no process of a test: it need not be looked at before and after every one.
-_FOREIGN: set[str] = set()
+_FOREIGN: set[str] = set()  # what is in /proc and was seen to be others': not looked at before and after every test
 
 # The same examples in every run, however busy the machine, or a change would be blamed for what it has not done;
 # "search" draws new ones.

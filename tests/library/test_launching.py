@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.faults.job import REPOSITORY
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])}
 SCRIPT = """
-import os, sys, time, pathlib
+import os, sys, time
 import elasticd
 
 def value(a, b):
@@ -26,10 +25,6 @@ def value(a, b):
 def fail(here):
     if os.environ["RANK"] == "1":
         raise ValueError("no such layer")
-    time.sleep(60)
-
-def wait(here):
-    pathlib.Path(here, os.environ["RANK"]).touch()
     time.sleep(60)
 
 if __name__ == "__main__":
@@ -61,20 +56,7 @@ def test_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None:
     assert raised.strip().endswith("ValueError: no such layer")
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_job_ends_with_its_caller(tmp_path: Path, signum: signal.Signals) -> None:
-    started = start(tmp_path, "wait", str(tmp_path))
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / rank).exists() for rank in "01"):
-        assert started.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    started.send_signal(signum)
-    started.communicate(timeout=60)  # until no process of the job has the output
-    assert started.returncode == -signum
-
-
-CALLER = "import sys; from elasticd import launching; launching._run_supervisor([sys.executable, '-c', sys.argv[1]])"
+CALLER = "import sys; from elasticd.launching import _run_supervisor as run; run([sys.executable, '-c', sys.argv[1]])"
 SUPERVISOR = """
 import time
 try:
@@ -157,7 +139,7 @@ import elasticd
 from elasticd import launching
 def run_worker(command):
     return subprocess.run([sys.executable, *command[-3:]], env={**os.environ, "RANK": "0"}).returncode
-launching._run_supervisor = run_worker
+vars(launching).update(_run_supervisor=run_worker)
 def f(): pass
 elasticd.launch(f)
 """
