@@ -66,7 +66,8 @@ def test_readme_figures_match_measured() -> None:
 
 @pytest.mark.parametrize("words", shell(MEASURED), ids=shlex.join)
 def test_measured_commands_exist(words: list[str]) -> None:
-    program = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+    program = words[2].replace(".", "/") if words[1] == "-m" else words[1].removesuffix(".py")
+    program += "/__main__.py" if (ROOT / program).is_dir() else ".py"
     text = (ROOT / program).read_text()
     for word in words[2:]:
         if word.startswith("--"):
