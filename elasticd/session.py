@@ -202,7 +202,7 @@ class Session:
         """The steps for which rank 0 waited for an optimizer's step, and waits at most."""
         self._between_steps: BetweenSteps | None = None
         self._ended_epochs: list[Any] = []
-        """Of each loader of its own, at the end of the last step."""
+        """The epochs that each RankLoader had ended at the end of the last step."""
         self._since_restore: RestoredModules | None = None
         """Until the first batch."""
         self._samplers = AttachedSamplers(ChainMap(self._attached, self._context.per_rank), group.device)
@@ -929,7 +929,7 @@ class Session:
             self._due = self._due or self._between_steps.why_save_again()
 
     def _read_ended_epochs(self) -> list[Any]:
-        """Of each RankLoader: it does not know which batch is an epoch's last one."""
+        """The epochs that each RankLoader has ended: it does not know which batch is an epoch's last one."""
         return [getattr(obj, "ended_epochs", None) for obj in self._context.per_rank.values()]
 
     def _has_gradients(self) -> bool:
