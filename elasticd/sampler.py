@@ -120,7 +120,7 @@ def check_attached_loader(name: str, attached: Any) -> None:
     """
     places = [getattr(attached, attribute, None) for attribute in ("sampler", "batch_sampler")]
     is_place_of_its_own = [isinstance(place, ElasticBatchSampler) for place in places] == [False, True]
-    if is_place_of_its_own and getattr(attached, "num_workers", False):
+    if is_place_of_its_own and getattr(attached, "num_workers", 0) > 0:
         raise SamplerError(
             f"attach({name}=...): the place of this {type(attached).__name__} is its ElasticBatchSampler's, and a "
             "restart would train on samples again that had been fetched ahead: attach the sampler alone"
