@@ -25,8 +25,8 @@ class AttachedSamplers:
         """The one that a step asks first: where a step takes batches of two, the loop is over this one."""
         self._random_state: dict[str, Any] | None = None
         """The state that is set when the first batch is given."""
-        self._first: tuple[ElasticBatchSampler, dict[str, Any]] | None = None
-        """The sampler of that batch, and that state. The script may only have looked at the batch."""
+        self._first: tuple[tuple[ElasticBatchSampler, int, int], dict[str, Any]] | None = None
+        """The place of that batch, and that state. The script may only have looked at the batch."""
         self._continued: list[ElasticBatchSampler] = []
         """Samplers whose next iteration begins in the middle of an epoch."""
         self._before_seed: tuple[ElasticBatchSampler, torch.Tensor] | None = None
@@ -56,9 +56,9 @@ class AttachedSamplers:
         if self._loop is None or is_first:
             self._loop = sampler
         before, self._before_seed = self._before_seed, None
-        is_continued = sampler in self._continued
+        is_continued, place = sampler in self._continued, (sampler, sampler.epoch, sampler.offset)
         if is_iteration:
-            if not has_stepped and self._first is not None and self._first[0] is sampler:
+            if not has_stepped and self._first is not None and self._first[0] == place:
                 self._random_state = self._first[1]
             if is_continued:
                 self._before_seed = sampler, training_state.torch_random_state()
@@ -68,7 +68,7 @@ class AttachedSamplers:
         if self._random_state is not None:
             if not has_stepped:
                 training_state.set_random_state(self._random_state, self._device)
-                self._first = sampler, self._random_state
+                self._first = place, self._random_state
             self._random_state = None
         elif is_continued and before is not None and before[0] is sampler:
             training_state.undo_seed_draw(before[1])
