@@ -29,8 +29,9 @@ def test_zombie():
     kept.append(os.posix_spawnp("true", ["true"], dict(os.environ)))
 
 def test_daemon():
-    twice = "os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); os.execvp('sleep', ['sleep', '300'])"
-    subprocess.run([sys.executable, "-c", "import os; " + twice], check=True)
+    once = "import os; r, w = os.pipe(); os.fork() and (os.close(w), os.read(r, 1), os._exit(0)); os.setsid(); "
+    twice = "os.fork() and os._exit(0); os.execvp('sleep', ['sleep', '300'])"  # the pipe's end: it is `sleep` now
+    subprocess.run([sys.executable, "-c", once + twice], check=True)
 
 def test_thread():
     threading.Thread(target=threading.Event().wait, args=(60,), name="forgotten", daemon=True).start()
