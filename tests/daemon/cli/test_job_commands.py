@@ -140,7 +140,8 @@ def test_job_from_submit_to_cancel(node: MakeNode, tmp_path: Path) -> None:
     reached = n1.steps()[-1][1]
     assert ask("uncordon", "n1") == "n1 takes work again\n"
     n1.wait_for_step(reached + 10)
-    assert [step for _, step in n1.steps()] == list(range(1, len(n1.steps()) + 1)), "a drain loses no step"
+    steps = [step for _, step in n1.steps()]
+    assert steps == list(range(1, len(steps) + 1)), "a drain loses no step"
 
     follows = subprocess.Popen(
         command("logs", "llama", "-f", "--stream", "elasticd"),
