@@ -165,11 +165,14 @@ def stop_writer(pid: int, step: int, rank: int) -> None:
 
 
 def at_copied(step: int, rank: int, act: Callable[[Callable[[], None]], None]) -> None:
-    """`act` gets what tells the writer that the rank has copied its part."""
+    """`act` gets what tells the writer that the rank has copied its part, at the first save from `step` on: a save
+    waits for the one before.
+    """
     copied = WriterClient.report_copied
 
     def acting(self: WriterClient, draft: Any, *rest: Any) -> None:
-        if draft.step == step and dist.get_rank() == rank:
+        if draft.step >= step and dist.get_rank() == rank:
+            WriterClient.report_copied = copied  # type: ignore[method-assign]
             act(lambda: copied(self, draft, *rest))
         else:
             copied(self, draft, *rest)
