@@ -598,7 +598,10 @@ class Session:
         if not callable(train):
             raise UsageError(f"run({train!r}): give the function itself, session.run(train), not session.run(train())")
         if inspect.isgeneratorfunction(train) or inspect.iscoroutinefunction(train):
-            raise UsageError(f"run({train!r}): its call makes an object that trains later; give a function that trains")
+            raise UsageError(
+                f"run({train!r}): what a generator or coroutine function returns has not trained yet; give a function "
+                "that trains before it returns"
+            )
         if self._is_running:
             raise UsageError("run() inside what session.run() calls: call it once, with the whole training")
         if self._closed:

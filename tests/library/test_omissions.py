@@ -146,12 +146,13 @@ def test_loop_that_skips_batches_by_itself_is_told(start: Any, tmp_path: Path) -
 def test_second_stage_can_be_resumed(start: Any, tmp_path: Path) -> None:
     """What was a warning when it began is no error at the restart."""
     for round, steps in (1, 24), (2, 36):
-        (seen,) = start(
-            "forgotten.py", "optimizer_of_a_second_stage", str(tmp_path), world_size=1, round=round
-        ).results()
+        job = start("forgotten.py", "optimizer_of_a_second_stage", str(tmp_path), world_size=1, round=round)
+        (seen,) = job.results()
         assert seen["steps"] == steps
         (warning,) = seen["warnings"]
         assert "AdamW trains model and is not attached" in warning
+        (told,) = [event for event in job.ranks[0].read_events() if event.reason == warning]
+        assert told.extra["once"], "each round would repeat it"
 
 
 @pytest.mark.parametrize(("case", "error"), [("another_class", "and has no dampening, momentum"), ("alike_class", "")])

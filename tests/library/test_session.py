@@ -215,7 +215,7 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "elasticd's own" in said["attach the reserved name"]
     assert "that name is taken" in said["attach twice"]
     assert "run(None): give the function itself" in said["run of a result"]
-    assert "its call makes an object that trains later" in said["run of a generator"]
+    assert "what a generator or coroutine function returns has not trained yet" in said["run of a generator"]
     assert "'warmup'" in said["unknown phase"]
     for every in ("0", "-3", "True", "'soon'", "'0s'", "1.5"):
         assert f"every={every}" in said[f"every {every}"]

@@ -160,6 +160,14 @@ def test_gloo_is_compared_only_where_no_rank_has_another_recorder() -> None:
     ]
 
 
+def test_groups_of_one_name_and_of_other_ranks_are_compared_apart() -> None:
+    """As the pairs of a mesh."""
+    pair = GroupTail("mesh_tp", 7, 7, ((7, "all_reduce"),), "nccl", members=1)
+    other = replace(pair, last=6, pending=0, kinds=((6, "all_reduce"),), members=2)
+    groups = flight.compare_groups({0: (pair,), 1: (pair,), 2: (other,), 3: (other,)})
+    assert [(group.group, group.missing) for group in groups] == [("mesh_tp", ()), ("mesh_tp", ())]
+
+
 def test_culprit_that_waits_in_another_group() -> None:
     """Nobody counts the collectives of other groups: the odd one of the default group may have done nothing wrong."""
     more = {"process_group": ["1", "tp"], "pg_id": 1}
