@@ -30,13 +30,14 @@ def loss_of(net: nn.Module) -> torch.Tensor:
     return net(torch.ones(2, 4)).pow(2).mean()
 
 
-def train(make: Callable[..., torch.optim.Optimizer], steps: int = 5, **options: Any) -> None:
+def train(make: Callable[..., torch.optim.Optimizer], steps: int = 5, **options: Any) -> torch.optim.Optimizer:
     net = model()
     optimizer = make(net.parameters(), lr=0.01, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         loss_of(net).backward()
         optimizer.step()
+    return optimizer
 
 
 def closure() -> None:
@@ -91,8 +92,9 @@ def adversarial() -> None:
 
 
 def one_after_another() -> None:
-    train(torch.optim.SGD, steps=2, foreach=True)
+    kept = train(torch.optim.SGD, steps=2, foreach=True)  # or the second one may have its id
     train(torch.optim.AdamW, steps=3, fused=True)
+    del kept
 
 
 def own_optimizer() -> None:
