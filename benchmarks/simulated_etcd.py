@@ -6,6 +6,7 @@ and thousands of agents wait for each other as they would for a real store.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import threading
 from collections import defaultdict
@@ -183,10 +184,10 @@ class SimulatedEtcd:
         for grant in self._grants:
             grant.expires_at = self.clock.now + grant.ttl_s
         stores: dict[int, float] = {}
-        for watches in self.watches.values():
+        for prefix, watches in self.watches.items():
             for watch in watches:
                 after_s = stores.setdefault(id(watch.store), reconnect_s())
-                self.clock.at(self.clock.now + after_s, lambda watch=watch: watch.callback(watch.prefix))  # type: ignore[misc]
+                self.clock.at(self.clock.now + after_s, functools.partial(watch.callback, prefix))
 
     def grant(self, ttl_s: float) -> _Grant:
         grant = _Grant(ttl_s, self.clock.now + ttl_s)
@@ -319,15 +320,17 @@ class SimulatedStore:
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         lease = _SimulatedLease(self, self.ask(lambda: self._etcd.grant(ttl_s), 8, write=True), ttl_s)
-        if lease.put(key, value) is None:
+        if (version := lease.put(key, value)) is None:
             lease.withdraw()
             return None
+        lease.version = version
         return lease
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        self.traffic.requests += 1
-        watch = _SimulatedWatch(self, prefix, callback)
-        self._etcd.watches[prefix].append(watch)
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
+        self.traffic.requests += len(prefixes)
+        watch = _SimulatedWatch(self, prefixes, callback)
+        for prefix in prefixes:
+            self._etcd.watches[prefix].append(watch)
         return watch
 
     def close(self) -> None:
@@ -342,7 +345,7 @@ class SimulatedStore:
 @dataclass(eq=False, slots=True)
 class _SimulatedWatch:
     store: SimulatedStore
-    prefix: str
+    prefixes: tuple[str, ...]
     callback: Callable[[str], None]
 
     def named(self, key: str) -> None:
@@ -350,9 +353,9 @@ class _SimulatedWatch:
             self.callback(key)
 
     def close(self) -> None:
-        watches = self.store._etcd.watches[self.prefix]
-        if self in watches:
-            watches.remove(self)
+        for prefix in self.prefixes:
+            if self in (watches := self.store._etcd.watches[prefix]):
+                watches.remove(self)
 
 
 @dataclass(eq=False, slots=True)
@@ -360,6 +363,7 @@ class _SimulatedLease:
     store: SimulatedStore
     grant: _Grant
     ttl_s: float
+    version: int = 0
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         etcd = self.store._etcd

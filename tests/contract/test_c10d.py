@@ -157,7 +157,7 @@ VALUE = base64.b64encode(b"v").decode()
 
 def test_lease_ends_after_its_time_awake(place: HostedStore) -> None:
     """Counted from its last renewal, and only while the host was awake."""
-    lease, first = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0)
+    lease, first, _ = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0, 0)
     place.pass_time(2.8)
     assert place.verbs.renew(lease, first)
     place.pass_time(TURN_S)
@@ -180,7 +180,7 @@ def test_lease_ends_after_its_time_awake(place: HostedStore) -> None:
 
 
 def test_key_put_under_an_ended_lease_is_removed(place: HostedStore) -> None:
-    lease, _ = place.verbs.announce("n/a", VALUE, 1.0) or ("", 0)
+    lease, *_ = place.verbs.announce("n/a", VALUE, 1.0) or ("", 0, 0)
     place.pass_time(1.6)
     late = Envelope(KeyState.PRESENT, 7, lease, b"late")
     place.wire.append(lease_members_key(lease), b"=n/late\n")
@@ -217,7 +217,7 @@ def test_indexed_name_without_key_is_removed(place: HostedStore) -> None:
 
 def test_renewal_is_one_request(place: HostedStore) -> None:
     """An agent makes one a second for as long as its job lasts."""
-    lease, first = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0)
+    lease, first, _ = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0, 0)
     requests: list[str] = []
 
     class Counted:

@@ -35,7 +35,7 @@ def test_another_agent_hosts_the_store(opened: ExitStack) -> None:
     assert other.compare_and_swap("/job/key", None, b"1")
     assert (other.term, other.hosts) == (FIRST, False)
     changes: list[str] = []
-    host.watch("/job/", changes.append)
+    host.watch(changes.append, "/job/")
     first_port = host.port
     other.host(SECOND)
     assert (other.term, other.hosts) == (SECOND, True)

@@ -103,7 +103,7 @@ def frozen_host(agents: Agents, until: Until) -> None:
     hasty, messages, heard = agents.hasty, agents.messages[agents.hasty], list[str]()
     lease = agents.client.announce("n/a", b"v", 60.0)
     assert lease is not None
-    hasty.watch("n/", heard.append)
+    hasty.watch(heard.append, "n/")
     until(lambda: answers(hasty), SOON_S)
     before, lasted = len(messages), list[float]()
     with stopped(process(agents.host, "h").pid):
@@ -145,7 +145,7 @@ def restarted_host(agents: Agents, until: Until) -> None:
     before = client.read("round")
     assert before is not None
     heard: list[str] = []
-    client.watch("round", heard.append)
+    client.watch(heard.append, "round")
     already = len(messages)
     server = process(agents.host, "h")
     server.kill()

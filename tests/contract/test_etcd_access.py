@@ -248,7 +248,7 @@ def _survives_its_token(etcd: EtcdServers, until: Until) -> None:
     heard: list[str] = []
     with opened(etcd.endpoints, user="agent", password="secret", log=messages.append) as store:
         assert works(store)
-        store.watch("job/", heard.append)
+        store.watch(heard.append, "job/")
         lease = store.announce("job/node", b"", 60.0)
         # That a token has ended shows only when it is used, and using it keeps a simple one alive: so ask seldom.
         for pause_s in (2.2, 3.2, 4.2, 8.4):

@@ -159,6 +159,14 @@ def test_a_renewal_that_fails_is_reported_and_tried_again() -> None:
     assert key.renew_at == clock.now + 1.0
 
 
+def test_a_new_key_is_replaced_without_being_read() -> None:
+    """Hundreds of nodes create theirs at once, and write into it a moment later."""
+    store = InterruptedStore(MemoryStore(Clock()))
+    key = leased(store)
+    assert key.create(b"own 1", 0.0) and key.replace(b"own 2")
+    assert [verb for verb, _ in store.requests] == ["announce", "put"]
+
+
 def test_replace_after_a_lost_answer() -> None:
     """The first write succeeds without an answer: the version is read again, and our own success is no lost race."""
 
@@ -166,7 +174,7 @@ def test_replace_after_a_lost_answer() -> None:
         ttl_s = 3.0
 
         def __init__(self, lease: Lease) -> None:
-            self._lease = lease
+            self._lease, self.version = lease, lease.version
             self.late = True
 
         def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:

@@ -117,7 +117,7 @@ def test_deleted_prefix(backend: Backend) -> None:
 def test_two_clients_of_one_store(backend: Backend, until: Until) -> None:
     here, there = backend.store, backend.other
     heard: list[str] = []
-    watch = there.watch("job/", heard.append)
+    watch = there.watch(heard.append, "job/")
     assert here.compare_and_swap("job/round", None, b"1")
     assert there.read("job/round") == here.read("job/round")
     until(lambda: heard, SOON_S)
@@ -167,6 +167,7 @@ def test_ended_lease_leaves_its_successor_alone(backend: Backend, until: Until) 
 def test_several_keys_under_one_lease(backend: Backend, until: Until) -> None:
     store = backend.store
     lease = announced(store, "nodes/a", b"record")
+    assert lease.version == version(store, "nodes/a")
     held = lease.put("planner", b"a")
     assert held == version(store, "planner")
     assert lease.put("planner", b"a") is None, "it exists already"
@@ -202,12 +203,12 @@ def test_compare_and_swap_keeps_the_lease(backend: Backend, until: Until) -> Non
 def test_watch_names_changes_below_its_prefix(backend: Backend, until: Until) -> None:
     store = backend.store
     heard: list[str] = []
-    watch = store.watch("job/", heard.append)
+    watch = store.watch(heard.append, "job/", "run/")
 
     def expect_call(key: str) -> None:
         # The list makes a store with a fake clock notice that time has passed.
         until(lambda: store.list("") is not None and key in heard, SOON_S)
-        assert all(heard_of.startswith("job/") for heard_of in heard)
+        assert all(heard_of.startswith(("job/", "run/")) for heard_of in heard)
         heard.clear()
 
     store.compare_and_swap("job/round", None, b"1")
@@ -217,6 +218,8 @@ def test_watch_names_changes_below_its_prefix(backend: Backend, until: Until) ->
     expect_call("job/round")
     store.delete("job/round")
     expect_call("job/round")
+    store.compare_and_swap("run/round", None, b"1")
+    expect_call("run/round")
     announced(store, "job/n", ttl_s=1.0)
     backend.pass_time(1.0)
     until(lambda: store.list("") is not None and len(heard) > 1, SOON_S)
@@ -225,6 +228,7 @@ def test_watch_names_changes_below_its_prefix(backend: Backend, until: Until) ->
     watch.close()
     watch.close()
     store.compare_and_swap("job/round", None, b"1")
+    store.delete("run/round")
     assert heard == []
 
 
@@ -237,7 +241,7 @@ def test_watch_closed_by_its_callback(store: Store, until: Until) -> None:
         watch.close()
         closed.set()
 
-    watch = store.watch("", once)
+    watch = store.watch(once, "")
     store.compare_and_swap("a", None, b"")
     until(closed.is_set, SOON_S)
     store.compare_and_swap("b", None, b"")
@@ -272,6 +276,6 @@ def test_concurrent_writes_have_one_winner(backend: Backend) -> None:
 
 def test_close_ends_watches(backend: Backend) -> None:
     store = backend.client()
-    store.watch("", lambda key: None)
+    store.watch(lambda key: None, "")
     store.close()
     store.close()

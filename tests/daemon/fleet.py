@@ -102,7 +102,7 @@ class Fleet:
         self.sentences: list[str] = []
         self._copies = StoreCache(self.memory, lambda sentence: None)
         self._read: ClusterView | None = None
-        self.memory.watch("", self._changed)
+        self.memory.watch(self._changed, "")
 
     def _changed(self, key: str) -> None:
         self._copies.invalidate(key)

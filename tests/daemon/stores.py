@@ -73,8 +73,8 @@ class InterruptedStore:
         lease = self.ask("announce", key, lambda: self.memory.announce(key, self.written(value), ttl_s))
         return None if lease is None else InterruptedLease(self, lease)
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        return self.memory.watch(prefix, (lambda key: None) if self.watches_silent else callback)
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
+        return self.memory.watch((lambda key: None) if self.watches_silent else callback, *prefixes)
 
     def close(self) -> None:
         self.memory.close()
@@ -88,6 +88,10 @@ class InterruptedLease:
     @property
     def ttl_s(self) -> float:
         return self.lease.ttl_s
+
+    @property
+    def version(self) -> int:
+        return self.lease.version
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         return self.store.ask("put", key, lambda: self.lease.put(key, self.store.written(value), expected))

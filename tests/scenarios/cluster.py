@@ -136,8 +136,8 @@ class Cluster:
         self.host = ""
         self.keys = Keys("job")
         self.history = History(join_timeout_s=policy.join_timeout_s)
-        self.store.watch(self.keys.spec, self._spec_written)
-        self.store.watch(self.keys.round, self._round_written)
+        self.store.watch(self._spec_written, self.keys.spec)
+        self.store.watch(self._round_written, self.keys.round)
         self.nodes: dict[str, Node] = {}
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.step = 0

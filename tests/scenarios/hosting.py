@@ -43,7 +43,7 @@ class HostedStore(NodeStore):
         self._cluster, self._label, self._incarnation, self._away = cluster, label, incarnation, away
         self._life: Hosted | None = None
         self._pinned = False
-        self.followed: dict[str, tuple[Callable[[str], None], list[Watch]]] = {}
+        self.followed: dict[tuple[str, ...], tuple[Callable[[str], None], list[Watch]]] = {}
         self.compares_one_key, self.standalone = True, False
         if label == ENDPOINT:
             self.host(store_term(0, incarnation))
@@ -91,23 +91,24 @@ class HostedStore(NodeStore):
         self._life = life
         if life is not None:
             self.memory = life.data
-            for prefix, (callback, watches) in self.followed.items():
-                watches[:] = [super().watch(prefix, callback)] if self.answers else []
-                callback(prefix)
+            for prefixes, (callback, watches) in self.followed.items():
+                watches[:] = [super().watch(callback, *prefixes)] if self.answers else []
+                for prefix in prefixes:
+                    callback(prefix)
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        watches: list[Watch] = [super().watch(prefix, callback)]
-        self.followed[prefix] = callback, watches
-        return _Followed(self, prefix)
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
+        watches: list[Watch] = [super().watch(callback, *prefixes)]
+        self.followed[prefixes] = callback, watches
+        return _Followed(self, prefixes)
 
 
 @dataclass
 class _Followed:
     store: HostedStore
-    prefix: str
+    prefixes: tuple[str, ...]
 
     def close(self) -> None:
-        _, watches = self.store.followed.pop(self.prefix)
+        _, watches = self.store.followed.pop(self.prefixes)
         for watch in watches:
             watch.close()
 

@@ -88,12 +88,12 @@ class NodeStore(InterruptedStore):
         self.held_up(key)
         return super().compare_and_swap(key, expected, value, guard)
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
         def changed(key: str) -> None:
             if self._reachable():
                 self._hints(lambda: callback(key))
 
-        return self.ask("watch", prefix, lambda: self.memory.watch(prefix, changed))
+        return self.ask("watch", prefixes[0], lambda: self.memory.watch(changed, *prefixes))
 
     def close(self) -> None:
         """The store is everybody's."""

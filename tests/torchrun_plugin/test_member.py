@@ -77,8 +77,8 @@ class Line(NodeStore):
         self.leases += [] if lease is None else [lease]
         return lease
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        self._watches.append(super().watch(prefix, callback))
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
+        self._watches.append(super().watch(callback, *prefixes))
         return self._watches[-1]
 
     def close(self) -> None:

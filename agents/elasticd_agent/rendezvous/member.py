@@ -116,7 +116,8 @@ class RendezvousMember:
         self._outbox = Outbox(store, keys, record.id)
         self._reachability = ReachabilityMonitor(policy, record.identity, self._observations)
         self._election = LeaderElection(store, terms, self._registration, self._observations, self._follower)
-        self._watches: dict[str, Watch] = {}
+        self._watch: Watch | None = None
+        self._planner_watch: Watch | None = None
         self._disconnected: deque[str] = deque()
         self._wake: Callable[[], None] = lambda: None
         self._reread_at = float("-inf")
@@ -309,14 +310,16 @@ class RendezvousMember:
         return now + min(retry_s, self._policy.lease_s / 3)
 
     def _watch_keys(self) -> None:
-        """Have a watch on every key that concerns this node."""
+        """Have a watch on the keys that concern this node, and on those that it plans from while it leads."""
         keys = self._keys
-        planned_from = [keys.nodes, keys.failures(), keys.done(), keys.hang_reports()] if self.leads else []
-        needed = [*self._follower.keys, *planned_from]
-        for prefix in [p for p in self._watches if p not in needed]:
-            self._watches.pop(prefix).close()
-        for prefix in [p for p in needed if p not in self._watches]:
-            self._watches[prefix] = self._store.watch(prefix, self.hint)
+        if self._watch is None:
+            self._watch = self._store.watch(self.hint, *self._follower.keys)
+        if self.leads and self._planner_watch is None:
+            planned_from = keys.nodes, keys.failures(), keys.done(), keys.hang_reports()
+            self._planner_watch = self._store.watch(self.hint, *planned_from)
+        elif not self.leads and self._planner_watch is not None:
+            self._planner_watch.close()
+            self._planner_watch = None
 
     def _register(self, now: float, check: bool) -> bool:
         """Take part in the job under a lease, or renew it. `check`: read the record first, in case the store has lost
@@ -330,7 +333,8 @@ class RendezvousMember:
         finally:
             if self._registration.lease is not lease:
                 self._observations.distrust_absences(now)  # a store that lost this record may have lost others
-                self._election.key_lost()
+                if lease is not None:
+                    self._election.key_lost()
 
     def _send_reports(self, now: float) -> None:
         if self._registration.lease is not None and not self._registration.send(now):
@@ -520,7 +524,7 @@ class RendezvousMember:
 
     def close(self) -> None:
         """Leave the job: the record and the leader key go at once. Raises nothing."""
-        for watch in self._watches.values():
+        for watch in filter(None, (self._watch, self._planner_watch)):
             watch.close()
         try:
             self._registration.key.withdraw()

@@ -28,6 +28,10 @@ class Lease(Protocol):
     def ttl_s(self) -> float:
         """Granted by the store; it may differ from the request."""
 
+    @property
+    def version(self) -> int:
+        """The version that the announced key was created with."""
+
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         """Set `key` if its version is `expected` (None: if it does not exist), to live as long as this lease.
 
@@ -73,10 +77,10 @@ class Store(Protocol):
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """Create `key` for as long as the lease is renewed. None: the key exists already."""
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        """Call `callback(key)` soon after a key that begins with `prefix` was written or deleted.
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
+        """Call `callback(key)` soon after a key that begins with one of `prefixes` was written or deleted.
 
-        A hint: calls may repeat, come from any thread, or be missing after an outage. A call with `prefix` itself
+        A hint: calls may repeat, come from any thread, or be missing after an outage. A call with a prefix itself
         stands for all keys below it. The callback must return at once, must not raise and must not call the store.
         """
 

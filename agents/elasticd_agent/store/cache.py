@@ -57,7 +57,7 @@ class StoreCache:
         """Follow these prefixes until `unwatch`. Repeating it does nothing."""
         for prefix in prefixes:
             if prefix not in self._watches:
-                self._watches[prefix] = self._store.watch(prefix, self._on_change)
+                self._watches[prefix] = self._store.watch(self._on_change, prefix)
             self._users.setdefault(prefix, set()).add(user)
 
     def unwatch(self, user: object) -> None:

@@ -125,16 +125,16 @@ class LeasedKey:
         None: the key is there already, or this one is not.
         """
         lease = self.lease
-        if lease is None or lease.put(key, value) is None:
+        if lease is None or (version := lease.put(key, value)) is None:
             return None
-        return _SharedLease(self._store, key, lease, lambda: self.lease is lease)
+        return _SharedLease(self._store, key, lease, lambda: self.lease is lease, version)
 
     def _create(self, value: bytes, now: float) -> bool:
         lease = self.lease = (self.announce or self._store.announce)(self.key, value, self._lease_s)
         if lease is None:
             return False
         self._written = value
-        self._version = None
+        self._version = lease.version
         self.on_renewal(lease.ttl_s, None)
         self._schedule_renewal(now, lease)
         return True
@@ -152,6 +152,7 @@ class _SharedLease:
     key: str
     lease: Lease
     is_alive: Callable[[], bool]
+    version: int
 
     @property
     def ttl_s(self) -> float:

@@ -76,12 +76,13 @@ class MemoryStore:
         with self._lock:
             self._expire()
             lease = _MemoryLease(self, ttl_s, self._clock() + ttl_s)
-            return lease if lease.put(key, value) is not None else None
+            lease.version = lease.put(key, value) or 0
+            return lease if lease.version else None
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        """Call `callback` at each change below `prefix`, in the thread that makes it."""
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
+        """Call `callback` at each change below one of `prefixes`, in the thread that makes it."""
         with self._lock:
-            watch = _MemoryWatch(self, prefix, callback)
+            watch = _MemoryWatch(self, prefixes, callback)
             self._watches.append(watch)
             return watch
 
@@ -113,7 +114,7 @@ class MemoryStore:
             self._drop(key)
 
     def _notify(self, key: str) -> None:
-        for watch in [w for w in self._watches if key.startswith(w.prefix)]:
+        for watch in [w for w in self._watches if key.startswith(w.prefixes)]:
             watch.callback(key)
 
 
@@ -124,6 +125,7 @@ class _MemoryLease:
     store: MemoryStore
     ttl_s: float
     expires_at: float
+    version: int = 0
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         with self.store._lock:
@@ -153,7 +155,7 @@ class _MemoryLease:
 @dataclass(eq=False, frozen=True, slots=True)
 class _MemoryWatch:
     store: MemoryStore
-    prefix: str
+    prefixes: tuple[str, ...]
     callback: Callable[[str], None]
 
     def close(self) -> None:

@@ -259,7 +259,7 @@ class Participant:
     def _turn(self) -> float:
         """Do what is due. Returns the seconds until something else is. Raises what the store raises."""
         if self._watch is None:
-            self._watch = self._store.watch(self._root, self._on_change)
+            self._watch = self._store.watch(self._on_change, self._root)
         renewal_at = self._keep_registered()
         if self._next_read_in_s(self._clock()) <= 0:
             self._read_job()

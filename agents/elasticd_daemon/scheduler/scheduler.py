@@ -131,7 +131,7 @@ class Scheduler:
             if now < self._next_attempt_at:
                 return False
             if self._key_watch is None:
-                self._key_watch = self.store.watch(names.SCHEDULER, self._on_key_changed)
+                self._key_watch = self.store.watch(self._on_key_changed, names.SCHEDULER)
             self._on_key_lost()
             # An attempt every second would cost a large store more than all other requests; the watch names the key
             # when it is free, perhaps while this attempt runs.

@@ -96,7 +96,7 @@ class Operations:
         return remove(self._wire, key, None)
 
     def announce(self, key: str, value: str, ttl_s: float) -> list[Any] | None:
-        """Create `key` under a new lease. Returns [lease, first count]; None: the key exists.
+        """Create `key` under a new lease. Returns [lease, first count, version]; None: the key exists.
 
         The lease is registered before the key is put: a holder that dies in between leaves a lease without a key, and
         its end removes it.
@@ -106,10 +106,10 @@ class Operations:
         lease, first = secrets.token_hex(8), _FIRST_LEASE_COUNT + secrets.randbits(32)
         self._wire.set(tcp.lease_counter_key(lease), str(first).encode())
         self._wire.append(tcp.LEASE_REGISTER, tcp.encode_entry(f"{lease} {round(ttl_s * 1000)}"))
-        if self.put(lease, first, key, value, None) is None:
+        if (version := self.put(lease, first, key, value, None)) is None:
             self.withdraw(lease, first)
             return None
-        return [lease, first]
+        return [lease, first, version]
 
     def put(self, lease: str, first: int, key: str, value: str, expected: int | None) -> int | None:
         """Set `key` under the lease if its version is `expected`. Returns the new version; None: the lease has ended,

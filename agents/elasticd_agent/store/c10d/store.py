@@ -52,12 +52,13 @@ class C10dStore(C10dConnection):
         granted = self.call("announce", key=_checked_key(key), value=_to_base64(value), ttl_s=ttl_s)
         return None if granted is None else _C10dLease(self, ttl_s, *granted)
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        """Follow `prefix`; watches of one prefix share one connection of the client."""
-        watch = _C10dWatch(self, prefix, callback)
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
+        """Follow `prefixes`; watches of one prefix share one connection of the client."""
+        watch = _C10dWatch(self, prefixes, callback)
         with self._watch_lock:
             self._watches.append(watch)
-        self.follow(prefix)
+        for prefix in prefixes:
+            self.follow(prefix)
         return watch
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class C10dStore(C10dConnection):
         returned.
         """
         with self._watch_lock:
-            for watch in [watch for watch in self._watches if watch.prefix == prefix]:
+            for watch in [watch for watch in self._watches if prefix in watch.prefixes]:
                 watch.callback(key)
 
     def _end_watch(self, watch: _C10dWatch) -> None:
@@ -78,7 +79,8 @@ class C10dStore(C10dConnection):
             if watch not in self._watches:
                 return
             self._watches.remove(watch)
-        self.unfollow(watch.prefix)
+        for prefix in watch.prefixes:
+            self.unfollow(prefix)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +89,7 @@ class _C10dLease:
     ttl_s: float
     name: str
     first_count: int
+    version: int
     ended: bool = False
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
@@ -110,7 +113,7 @@ class _C10dLease:
 @dataclass(eq=False, frozen=True, slots=True)
 class _C10dWatch:
     store: C10dStore
-    prefix: str
+    prefixes: tuple[str, ...]
     callback: Callable[[str], None]
 
     def close(self) -> None:

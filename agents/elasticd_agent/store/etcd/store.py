@@ -102,21 +102,20 @@ class EtcdStore:
         etcd = self.connection()
         self._revoke_uncertain_leases()
         granted = etcd.call("LeaseGrant", etcd.rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s)))
-        lease = _EtcdLease(self, granted.ID, float(granted.TTL))
         try:
-            created = lease.put(key, value) is not None
+            version = self._put(key, value, [(key, None)], lease=granted.ID)
         except StoreUnavailable:
             # The key may be there, under a lease that is never renewed: the next attempt must not lose against it.
             with self._lock:
                 self._uncertain_leases.append(granted.ID)
             raise
-        if created:
-            return lease
-        lease.withdraw()
+        if version:
+            return _EtcdLease(self, granted.ID, float(granted.TTL), version)
+        self._revoke(granted.ID)
         return None
 
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        """Also during an outage: it begins when etcd answers, and names the whole prefix then."""
+    def watch(self, callback: Callable[[str], None], *prefixes: str) -> Watch:
+        """Also during an outage: it begins when etcd answers, and names each whole prefix then."""
         etcd = self.connection()
         from elasticd_agent.store.etcd.watch import EtcdWatches
 
@@ -124,7 +123,7 @@ class EtcdStore:
             if self._watches is None:
                 self._watches = EtcdWatches(etcd)
             watches = self._watches
-        return watches.begin(prefix, callback)
+        return watches.begin(callback, prefixes)
 
     def close(self) -> None:
         with self._lock:
@@ -204,6 +203,7 @@ class _EtcdLease:
     _store: EtcdStore
     _lease_id: int
     ttl_s: float
+    version: int
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         return self._store._put(key, value, [(key, expected)], lease=self._lease_id) or None

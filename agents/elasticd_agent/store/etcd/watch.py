@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tenacity
@@ -31,15 +31,18 @@ _RECONNECT_SPREAD_S = 0.1
 
 
 class EtcdWatch:
-    """One watch: its callback, and whether etcd has confirmed it."""
+    """One watch: its prefixes, its callback, and whether etcd has confirmed it for all of them."""
 
-    def __init__(self, prefix: str, callback: Callable[[str], None], on_close: Callable[[EtcdWatch], None]) -> None:
-        self.prefix = prefix
+    def __init__(
+        self, prefixes: Sequence[str], callback: Callable[[str], None], on_close: Callable[[EtcdWatch], None]
+    ) -> None:
+        self.prefixes = prefixes
         self._callback = callback
         self._on_close = on_close
         # Held during a call, so that none begins after close() has returned; a callback may close its own watch.
         self._calling = threading.RLock()
         self._confirmed = threading.Event()
+        self._unconfirmed = set(prefixes)  # those that etcd has never confirmed
         # The caller reads after `wait`: what was there before the first confirmation needs no call, if that is soon.
         self._caller_waits = True
         self._refused: StoreRefused | None = None
@@ -67,15 +70,17 @@ class EtcdWatch:
             self._confirmed.set()
             return True
 
-    def on_confirmed(self) -> None:
+    def on_confirmed(self, prefix: str) -> None:
         """Note that etcd follows the prefix from now on. Unless the caller is about to read it anyway, name the whole
         prefix.
         """
         with self._calling:
-            first_and_in_time = self._caller_waits and not self._confirmed.is_set()
-            self._confirmed.set()
+            first_and_in_time = self._caller_waits and prefix in self._unconfirmed
+            self._unconfirmed.discard(prefix)
+            if not self._unconfirmed:
+                self._confirmed.set()
             if not first_and_in_time:
-                self.notify(self.prefix)
+                self.notify(prefix)
 
     def notify(self, key: str) -> None:
         """Call back, unless the watch is closed."""
@@ -93,15 +98,18 @@ class EtcdWatches:
         self._watches: list[EtcdWatch] = []
         self._thread: threading.Thread | None = None
         self._stream: WatchStream | None = None
-        self._unconfirmed: deque[EtcdWatch] = deque()  # etcd confirms them in the order of their requests
+        self._unconfirmed: deque[tuple[EtcdWatch, str]] = deque()  # etcd confirms them in the order of their requests
         self._by_id: dict[int, EtcdWatch] = {}
-        self._refused_watch: EtcdWatch | None = None
+        self._refused: tuple[EtcdWatch, str] | None = None
         self.ended_streams = 0
         self._closing = threading.Event()
 
-    def begin(self, prefix: str, callback: Callable[[str], None]) -> EtcdWatch:
-        """Begin a watch and wait a moment for its confirmation. Raises StoreRefused if etcd refuses it."""
-        watch = EtcdWatch(prefix, callback, self._remove)
+    def begin(self, callback: Callable[[str], None], prefixes: Sequence[str]) -> EtcdWatch:
+        """Begin a watch and wait a moment for its confirmation. Raises StoreRefused if etcd refuses it.
+
+        One wait for all prefixes: every agent of a large job begins its watches at the same moment.
+        """
+        watch = EtcdWatch(prefixes, callback, self._remove)
         with self._lock:
             self._watches.append(watch)
             if self._stream is not None:
@@ -138,9 +146,10 @@ class EtcdWatches:
                 _cancel_watch(stream, number)
 
     def _request_watch(self, watch: EtcdWatch, stream: WatchStream) -> None:
-        self._unconfirmed.append(watch)
-        request = rpc.WatchCreateRequest(**key_range(watch.prefix))
-        stream.send(rpc.WatchRequest(create_request=request))
+        for prefix in watch.prefixes:
+            self._unconfirmed.append((watch, prefix))
+            request = rpc.WatchCreateRequest(**key_range(prefix))
+            stream.send(rpc.WatchRequest(create_request=request))
 
     def _run(self) -> None:
         """Keep one stream for all watches, until none is left.
@@ -179,13 +188,14 @@ class EtcdWatches:
     def _subscribe(self) -> None:
         """After a failure: first a request, which finds a member that answers, and renews an expired token."""
         with self._lock:
-            refused = self._refused_watch
-            watch = refused if refused in self._watches else next(iter(self._watches), None)
-        if watch is None:
-            return
+            watches = self._watches
+            if not watches:
+                return
+            refused = self._refused
+            watch, prefix = refused if refused and refused[0] in watches else (watches[0], watches[0].prefixes[0])
         try:
-            self._etcd.range(watch.prefix, count_only=True)
-            self._refused_watch = None
+            self._etcd.range(prefix, count_only=True)
+            self._refused = None
             self._follow_stream()
         except StoreRefused as error:
             if watch.refuse(error):
@@ -224,15 +234,15 @@ class EtcdWatches:
     def _on_created(self, response: Any, stream: WatchStream) -> bool:
         """False: etcd refuses the watch: it is not permitted, or the token has expired."""
         with self._lock:
-            watch = self._unconfirmed.popleft()
+            watch, prefix = self._unconfirmed.popleft()
             if response.canceled:
-                self._refused_watch = watch
+                self._refused = watch, prefix
                 return False
             if watch not in self._watches:
                 _cancel_watch(stream, response.watch_id)
                 return True
             self._by_id[response.watch_id] = watch
-        watch.on_confirmed()
+        watch.on_confirmed(prefix)
         return True
 
     def _on_events(self, response: Any) -> bool:
