@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -224,13 +224,13 @@ def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:
         raise _Mismatch(f"expected a list, got {_json_type(value)}")
     if len(readers) > 1 and len(value) != len(readers):
         raise _Mismatch(f"expected a list of {len(readers)}, got {_shortened(value)}")
-    items: list[Any] = []
+    items = iter(value)
     try:
-        for read, item in zip(readers if len(readers) > 1 else itertools.repeat(readers[0]), value, strict=False):
-            items.append(read(item))
+        if len(readers) > 1:
+            return tuple([read(item) for read, item in zip(readers, items, strict=True)])
+        return tuple(map(readers[0], items))
     except _Mismatch as mismatch:
-        raise mismatch.prefixed(f"[{len(items)}]") from None
-    return tuple(items)
+        raise mismatch.prefixed(f"[{len(value) - operator.length_hint(items) - 1}]") from None
 
 
 def _decode_mapping(read_name: _Decoder, read: _Decoder, value: Any) -> JsonObject:
