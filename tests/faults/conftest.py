@@ -30,6 +30,7 @@ def job(tmp_path: Path) -> Iterator[StartJob]:
 
     yield start
     for job in started:
+        print(job.report())  # pytest shows it where the test has failed
         job.end()
 
 
