@@ -295,9 +295,12 @@ def _reaching(mutant: Mutant, recorded: Recorded) -> list[int]:
 def _survives(mutant: Mutant, items: Sequence[pytest.Item]) -> bool:
     signal.alarm(ENDLESS_S)
     codes = mutant.codes()
-    for function in gc.get_objects():  # among them torch's proxies, which isinstance wakes
-        if type(function) is FunctionType and function.__code__.co_filename == str(mutant.file):
-            function.__code__ = codes[function.__code__]
+    gc.unfreeze()  # what pytest has collected, see conftest
+    known = [obj for obj in gc.get_objects() if type(obj) is FunctionType]  # isinstance wakes torch's proxies
+    functions = [function for function in known if function.__code__.co_filename == str(mutant.file)]
+    assert functions, f"{mutant.file} is not imported"
+    for function in functions:
+        function.__code__ = codes[function.__code__]
     return not any(
         report.failed
         for item, following in zip(items, [*items[1:], None], strict=False)
