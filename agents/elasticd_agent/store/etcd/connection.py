@@ -129,6 +129,14 @@ class EtcdConnection:
         self._is_full = False  # an outage of what writes: answers to the rest do not end it
         self._lock = threading.Lock()  # guards everything above, never held while waiting for etcd
         self._connecting = threading.Lock()  # one thread looks for a member, the others wait for its result
+        # For all calls: each one's own would be garbage with cycles, megabytes of it until it is collected.
+        self._retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(StoreUnavailable),
+            wait=tenacity.wait_random_exponential(multiplier=PAUSE_MIN_S, max=PAUSE_MAX_S),
+            stop=self._has_no_time,
+            sleep=tenacity.sleep_using_event(self.closing),
+            reraise=True,
+        )
 
     def call(self, method: str, request: Any, *, key: str = "", repeatable: bool = False) -> Any:
         """The answer. `repeatable`: sending it twice does no harm, so it is retried for as long as `timeout_s` allows.
@@ -138,7 +146,7 @@ class EtcdConnection:
         deadline = time.monotonic() + self.timeout_s
         try:
             if repeatable:
-                answer = self._retrying()(self._try_once, method, request, key, deadline, len(self._members) > 1)
+                answer = self._retrying(self._try_once, method, request, key, deadline, len(self._members) > 1)
             else:
                 answer = self._try_once(method, request, key, deadline, False)
         except StoreUnavailable as error:
@@ -192,14 +200,10 @@ class EtcdConnection:
         for channel in channels:
             channel.close()
 
-    def _retrying(self) -> tenacity.Retrying:
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(StoreUnavailable),
-            wait=tenacity.wait_random_exponential(multiplier=PAUSE_MIN_S, max=PAUSE_MAX_S),
-            stop=tenacity.stop_before_delay(self.timeout_s) | tenacity.stop_when_event_set(self.closing),
-            sleep=tenacity.sleep_using_event(self.closing),
-            reraise=True,
-        )
+    def _has_no_time(self, state: tenacity.RetryCallState) -> bool:
+        """True if a call cannot be tried again."""
+        spent_s = state.seconds_since_start or 0.0
+        return self.closing.is_set() or spent_s + state.upcoming_sleep >= self.timeout_s
 
     def _try_once(self, method: str, request: Any, key: str, deadline: float, leave_time: bool) -> Any:
         """Send the request to a member once. `leave_time`: it gets half of the time that is left, for another member
