@@ -51,6 +51,7 @@ VICTIM = failed("a")
         # Nobody is to blame: whoever has lost a peer may only not have heard yet of what befell that one.
         (running(VICTIM), [Fault("crash", "")]),
         (replace(running(VICTIM), failure_seen_at=NOW - ROOT_CAUSE_WAIT_S / 2), []),
+        (replace(running(VICTIM, failed("b"), failed("c")), failure_seen_at=NOW), [Fault("crash", "")]),
         (replace(running(CRASH), failure_seen_at=NOW), [Fault("crash", "b")]),
         # A node that is gone, as its agent's port says or its lease.
         (running(VICTIM, probe_results=(("c", "refused"),)), [Fault("node_lost", "c")]),

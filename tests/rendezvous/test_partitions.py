@@ -45,6 +45,12 @@ def test_largest_connected_prefers_the_first_node(count: int, cuts: set[frozense
     assert largest_connected(nodes, sorted(cuts, key=sorted, reverse=True)) == kept, "whoever is asked says the same"
 
 
+def test_largest_connected_is_no_greedy_choice() -> None:
+    """Without the node of most cuts, and so on, two nodes would be left."""
+    cuts = {frozenset(pair) for pair in ["AB", "AC", "AD", "AE", "BC", "BF", "CD", "CG", "DE", "EF", "EG", "FG"]}
+    assert largest_connected("ABCDEFG", cuts) == ["B", "D", "G"]
+
+
 def test_largest_connected_is_bounded_for_many_cuts() -> None:
     """The search is NP-hard: with hundreds of partitioned nodes it is cut short."""
     nodes = [f"n{i:03}" for i in range(300)]
