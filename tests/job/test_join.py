@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,17 @@ def test_name_that_becomes_known_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
     lines: list[str] = []
     wait_for_route(spec("store.example"), 600.0, lambda: False, lines.append)
     assert lines == ["the name is not known; retrying for 600 s"]
+    assert next(answers, None) is None
+
+
+def test_a_single_node_waits_for_the_name_of_its_workers_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's own name is in DNS some moments after the pod has started."""
+    monkeypatch.setattr(join, "RESOLVE_RETRY_S", 0.01)
+    answers, lines = iter([False, False, True]), list[str]()
+    monkeypatch.setattr(join, "is_known", lambda host: next(answers))
+    alone = replace(spec("store.example"), rendezvous=Rendezvous(), master_addr="job-node-0-0.job")
+    wait_for_route(alone, 600.0, lambda: False, lines.append)
+    assert lines == ["the workers' store: the address 'job-node-0-0.job' cannot be resolved; retrying for 600 s"]
     assert next(answers, None) is None
 
 

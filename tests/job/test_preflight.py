@@ -63,6 +63,7 @@ RIGHT = [
     ["--log-dir", "/dev/null", "train.py"],
     ["--metrics-port", "0", "train.py"],
     ["--metrics-port", "0", "--metrics-addr", "::1", "train.py"],
+    ["--master-addr", "no.such.host.invalid", "--master-port", "29500", "train.py"],  # the job waits for the name
 ]
 
 

@@ -45,7 +45,7 @@ from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
 from elasticd_agent.store.open import MIN_NODES_FOR_TAKEOVER, open_signpost, open_store
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
-from elasticd_agent.system.network.addresses import format_endpoint, local_address
+from elasticd_agent.system.network.addresses import format_endpoint, is_known, local_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,7 @@ class OwnAddress:
 
 def wait_for_route(spec: JobSpec, within_s: float, stopped: Callable[[], bool], log: Callable[[str], None]) -> None:
     """Wait until the store's name is known and a route leads to it: DNS and the network may start later than the job.
+    Of a job on one node it is the name of the workers' store.
 
     Returns early once `stopped`. Raises StoreUnavailable after `within_s` seconds, UsageError for a wrong address.
     """
@@ -222,6 +223,8 @@ def wait_for_route(spec: JobSpec, within_s: float, stopped: Callable[[], bool], 
     deadline = began + within_s
     while not stopped():
         try:
+            if spec.rendezvous.backend == "memory" and not is_known(spec.master_addr):
+                raise StoreUnavailable(f"the workers' store: the address {spec.master_addr!r} cannot be resolved")
             workers_address(spec)
             return
         except StoreUnavailable as error:

@@ -50,7 +50,7 @@ def check(spec: JobSpec, settings: RunnerSettings, environ: Mapping[str, str]) -
         _check_directory("--log-dir", spec.log_dir)
     _check_appendable("--event-log", settings.event_log, spec.log_dir)
     if spec.master_port is not None or spec.master_addr != "localhost":
-        _check_port("the workers' store", spec.master_addr, spec.master_port or 0)
+        _check_port("the workers' store", spec.master_addr, spec.master_port or 0, may_come=True)
     if settings.metrics_port is not None:
         _check_port("--metrics-port", settings.metrics_addr, settings.metrics_port)
     if spec.rendezvous.backend != "memory" and spec.rendezvous.local_addr is not None:
@@ -218,11 +218,16 @@ def _check_readable(option: str, path: Path) -> None:
         raise UsageError(f"{option} {str(path)!r} cannot be read: permission denied")
 
 
-def _check_port(what: str, address: str, port: int) -> None:
-    """Check that a port can be bound on the address, or that the address is this machine's where the port is 0."""
+def _check_port(what: str, address: str, port: int, *, may_come: bool = False) -> None:
+    """Check that a port can be bound on the address, or that the address is this machine's where the port is 0.
+
+    `may_come`: a name that is not known yet passes, as the job waits for it.
+    """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError):
+    except (OSError, UnicodeError) as error:
+        if may_come and isinstance(error, OSError):
+            return
         raise UsageError(f"{what}: the address {address!r} cannot be resolved") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free

@@ -109,9 +109,11 @@ def _run(
 ) -> int:
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     received = stack.enter_context(handled_signals(spec.signals, inbox, context.stop_reason))
-    if spec.rendezvous.backend != "memory":
+    has_store = spec.rendezvous.backend != "memory"
+    if has_store or spec.master_addr != "localhost":
         wait_for_route(spec, policy.join_timeout_s, lambda: bool(received), _log.warning)
-        checkpoint_directory.wait_for_earlier_run(spec, policy.join_timeout_s, lambda: bool(received), _log.warning)
+        if has_store:
+            checkpoint_directory.wait_for_earlier_run(spec, policy.join_timeout_s, lambda: bool(received), _log.warning)
         if received:
             return 128 + received[0]
     on_disk = stack.enter_context(checkpoint_directory.lock_directory(spec, _log.warning))

@@ -62,6 +62,11 @@ def is_local(host: str) -> bool:
     return all(reached) if reached else name == _canonical_host_name()
 
 
+def is_known(host: str) -> bool:
+    """True if this name can be resolved now."""
+    return bool(_resolve(host))
+
+
 def format_endpoint(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
