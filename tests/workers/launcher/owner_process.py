@@ -67,4 +67,4 @@ def execute(group: int, *argvs: list[str], env: dict[str, str] = ENV, output: Pa
     workers: list[messages.ColdWorkerFields] = [
         {"argv": argv, "env": {}, "stdout": file, "stderr": file} for argv, file in zip(argvs, files, strict=True)
     ]
-    return Execute(group, None, False, "127.0.0.1", 0, "/", env, workers)
+    return Execute(group, None, False, "127.0.0.1", 0, "/", env, [], {}, workers)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 
 from elasticd import channel
+from elasticd_agent.model.job import EntrypointMode, JobSpec
 from elasticd_agent.workers.launcher import messages
+from elasticd_agent.workers.launcher.requests import LaunchRequests, PreloadPlan, WorkerSpec
 
 
 @pytest.mark.parametrize("record", [messages.Park(1, 2, True, "::", 0), messages.Signal(1, 9, save=3, keep=[0])])
@@ -48,6 +53,29 @@ def test_end_reset_and_nonsense() -> None:
             ours.send(packet)
             with pytest.raises(ValueError):  # noqa: PT011 of JSON, of UTF-8 or ours
                 channel.receive(theirs)
+
+
+@pytest.mark.parametrize(("workers", "arguments"), [(256, ()), (8, tuple(f"shard-{n:06}.tar" for n in range(20_000)))])
+def test_a_cold_group_fits_into_a_message(workers: int, arguments: tuple[str, ...]) -> None:
+    """What all workers have is sent once: the kernel's default bounds a message to 416 KiB."""
+    spec = JobSpec(
+        sys.executable, EntrypointMode.SCRIPT, "train.py", arguments, Path.cwd(), "job", "0", max_workers=256
+    )
+    env = {name: f"/dev/shm/elasticd-0-1-abcdefgh/{name}" for name in ("ELASTICD_HEARTBEAT", "TORCHELASTIC_ERROR_FILE")}
+    requests = LaunchRequests(spec, {}, PreloadPlan())
+    group = tuple(WorkerSpec(env, None, None, "") for _ in range(workers))
+    request = requests.cold_start_request(1, group, "127.0.0.1", 0, store=True, keep=False)
+    assert len(json.dumps(messages.to_message(request))) < 2 * 212_992
+
+
+def test_a_cold_worker_has_its_own_arguments_and_logs() -> None:
+    spec = JobSpec(sys.executable, EntrypointMode.SCRIPT, "train.py", ("${local_rank}",), Path.cwd(), "job", "0")
+    group = WorkerSpec({"RANK": "0"}, None, None, ""), WorkerSpec({"RANK": "1"}, "out", None, "")
+    requests = LaunchRequests(spec, {}, PreloadPlan())
+    request = requests.cold_start_request(1, group, "127.0.0.1", 0, store=True, keep=False)
+    hooks = [json.loads({**request.workers_env, **each["env"]}["ELASTICD_LAUNCH"]) for each in request.workers]
+    last = [(each["argv"] or request.argv)[-1] for each in request.workers]
+    assert (last, [hook["logs"] for hook in hooks]) == (["0", "1"], [[], [1]])
 
 
 def test_descriptors_come_with_their_message() -> None:

@@ -30,7 +30,7 @@ class WorkerFields(TypedDict):
 
 
 class ColdWorkerFields(WorkerFields):
-    argv: list[str]
+    argv: list[str] | None  #: None: the group's
 
 
 class UnkillableProcess(TypedDict):
@@ -116,8 +116,11 @@ class ReleaseHeld(NamedTuple):
 
 
 class Execute(NamedTuple):
-    """Start a group cold; processes at their entry end. A worker's `env` is added to the common one; `store` is {argv}
-    of the round's store, None where it is on another node; the other fields are as in Release."""
+    """Start a group cold; processes at their entry end. A worker's `env` is added to `workers_env`, and both to the
+    common one; `store` is {argv} of the round's store, None where it is on another node; the other fields are as in
+    Release.
+
+    What all workers have is here once: the message has a bound, and a group may have hundreds of workers."""
 
     group: int
     store: dict[str, list[str]] | None
@@ -126,6 +129,8 @@ class Execute(NamedTuple):
     port: int
     cwd: str
     env: dict[str, str]
+    argv: list[str]
+    workers_env: dict[str, str]
     workers: list[ColdWorkerFields]
 
 

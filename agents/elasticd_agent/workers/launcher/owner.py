@@ -467,9 +467,10 @@ class Owner:
         if request.store is not None:
             self.exec_store(group, request.store["argv"], request)
         for rank, worker in enumerate(request.workers):
-            env = {**request.env, **self.with_master_port(group, worker["env"])}
+            env = {**request.env, **request.workers_env, **self.with_master_port(group, worker["env"])}
             bind = functools.partial(bind_to_cpus, worker.get("cpus", ()))
-            group.alive[spawn(worker["argv"], env, request.cwd, worker["stdout"], worker["stderr"], (), bind)] = rank
+            argv = worker["argv"] or request.argv
+            group.alive[spawn(argv, env, request.cwd, worker["stdout"], worker["stderr"], (), bind)] = rank
         self.report_started(group, request.keep)
 
     def report_started(self, group: OwnedGroup, keeps_store: bool) -> None:

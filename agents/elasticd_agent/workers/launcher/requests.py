@@ -331,7 +331,7 @@ class LaunchRequests:
     def cold_start_request(
         self, group: int, workers: tuple[WorkerSpec, ...], host: str, port: int, *, store: bool, keep: bool
     ) -> Execute:
-        """Return the request to start workers without a template, each by a command line of its own."""
+        """Return the request to start workers without a template."""
         spec = self._spec
 
         def hook(worker: WorkerSpec) -> dict[str, str]:
@@ -342,11 +342,17 @@ class LaunchRequests:
             return {"PYTHONPATH": self._python_path_with_hook(), "ELASTICD_LAUNCH": launch}
 
         store_program = {"argv": [spec.python, "-u", program("tcp_store")]} if store else None
+        argv, workers_env = self._command_line(0), hook(workers[0])
         started: list[ColdWorkerFields] = [
-            {**worker.fields(), "argv": self._command_line(rank), "env": {**hook(worker), **worker.env}}
+            {
+                **worker.fields(),
+                "argv": None if (own := self._command_line(rank)) == argv else own,
+                "env": {**({} if (launch := hook(worker)) == workers_env else launch), **worker.env},
+            }
             for rank, worker in enumerate(workers)
         ]
-        return Execute(group, store_program, keep, host, port, str(spec.cwd), self._base_env, started)
+        env = self._base_env
+        return Execute(group, store_program, keep, host, port, str(spec.cwd), env, argv, workers_env, started)
 
     def _command_line(self, local_rank: int) -> list[str]:
         spec = self._spec
