@@ -58,6 +58,7 @@ readers skip them. An older writer leaves them as the agent made them, unknown.
 from __future__ import annotations
 
 import enum
+import errno
 import mmap
 import os
 import signal
@@ -180,7 +181,9 @@ def create(path: str | os.PathLike[str]) -> None:
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         if os.write(fd, content) != FILE_BYTES:
-            raise OSError(f"heartbeat file {os.fspath(path)}: short write")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:  # a write's does not say where
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
     finally:
         os.close(fd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -42,6 +43,20 @@ def test_new_file_is_private_whole_and_empty(path: Path) -> None:
     assert read(path) == heartbeat.Heartbeat()
     with pytest.raises(FileExistsError):
         heartbeat.create(path)
+
+
+@pytest.mark.parametrize("written", [None, 4096])
+def test_full_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int | None) -> None:
+    """/dev/shm is full, and not the disk that the reader thinks of first."""
+
+    def write(fd: int, content: bytes) -> int:
+        if written is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match=r"No space left on device: '/.*/beat'$"):
+        heartbeat.create(tmp_path / "beat")
 
 
 def test_reader_gets_what_writer_wrote(path: Path) -> None:
