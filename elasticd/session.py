@@ -277,6 +277,8 @@ class Session:
         Where that has loaded nothing, a call after the first step is a warning. SamplerError for a loader with a state
         beside that of its ElasticBatchSampler.
         """
+        if per_rank is not None and not hasattr(per_rank, "items"):
+            raise UsageError(f"attach(per_rank={per_rank!r}): give a dict by name, as in per_rank={{'loader': loader}}")
         objects, own = (
             {name: training_state.as_attachable(name, obj) for name, obj in by_name.items()}
             for by_name in (objects, per_rank or {})

@@ -166,6 +166,8 @@ class Saver:
         try:
             self._writes.take_lock(path)
         except OSError as error:
+            if path.is_file():  # such as the snapshot that the script has saved before it had a session
+                raise UsageError(f"the checkpoint directory {path} is a file; give a directory") from None
             reason = f"checkpoint directory {path}: {error}; training continues, saves will be tried"
             self.context.warn("message", reason, path)
         if round := self.context.environment.round:

@@ -225,6 +225,8 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "barrier(3): the name must be a string" in said["no name"]
     assert "after close()" in said["barrier after close"]
     assert "keep at least 1" in said["keep nothing"]
+    assert "mistakes.py is a file; give a directory" in said["a file"]
+    assert "attach(per_rank=Linear(in_features=1" in said["one object for each rank"]
     assert "already uses" in said["another directory"]
     assert "which has restored what was attached before" in said["restore inside run"]
     assert "before the first step" in said["restore after a step"]

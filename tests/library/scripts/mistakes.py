@@ -45,6 +45,7 @@ attempt("restore without a directory", session.restore)
 attempt("save without a directory", session.save)
 attempt("run of a result", lambda: session.run(None))  # type: ignore[arg-type]
 attempt("run of a generator", lambda: session.run(lambda: (yield)))
+attempt("one object for each rank", lambda: session.attach(per_rank=torch.nn.Linear(1, 1)))  # type: ignore[arg-type]
 attempt("unknown phase", lambda: phase(session, "warmup"))
 impossible: list[Any] = [0, -1, float("nan"), float("inf"), True, "30s", timedelta(0)]
 for timeout in impossible:
@@ -54,6 +55,7 @@ wrong: list[Any] = [0, -3, True, "soon", "0s", 1.5]
 for every in wrong:
     attempt(f"every {every!r}", lambda every=every: session.checkpoint(every=every))  # type: ignore[misc]
 with tempfile.TemporaryDirectory() as directory:
+    attempt("a file", lambda: session.checkpoint(every=1, directory=__file__))
     attempt("keep nothing", lambda: session.checkpoint(every=1, keep=0, directory=directory))
     session.checkpoint(every=1, directory=directory)
     attempt("restore inside run", lambda: session.run(session.restore))
