@@ -164,6 +164,20 @@ def test_a_variable_set_before_torch_is_imported(tmp_path: Path, line: str, vari
     assert plan_preload(script, (), ()).cold_reason is None
 
 
+@pytest.mark.parametrize(("encoding", "first"), [("utf-8-sig", ""), ("latin-1", "# coding: latin-1\n")])
+def test_a_script_in_another_encoding_is_read_as_python_does(tmp_path: Path, encoding: str, first: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{first}import os\nos.environ['TORCH_LOGS'] = 'é'\nimport torch\n", encoding=encoding)
+    cold = plan_preload(script, (), ()).cold_reason
+    assert cold is not None and "sets TORCH_LOGS," in cold
+
+
+def test_a_script_that_no_compiler_takes_is_no_obstacle(tmp_path: Path) -> None:
+    """The worker's own traceback explains it."""
+    (tmp_path / "train.py").write_text("x = " + "+".join("1" * 50_000))
+    assert plan_preload(tmp_path / "train.py", (), ()).cold_reason is None
+
+
 @pytest.mark.parametrize(
     ("lines", "variable"),
     [

@@ -23,6 +23,7 @@ import re
 import string
 import subprocess
 import sys
+import tokenize
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ def plan_preload(
     modules = [*ALWAYS_PRELOADED]
     if script is not None:
         try:
-            source = script.read_text(encoding="utf-8")
+            source = read_script(script)
             tree = parse_script(source)
         except (OSError, ValueError, SyntaxError):
             return PreloadPlan(tuple(modules) + required, required)  # the worker's own traceback explains it
@@ -106,11 +107,22 @@ def substitute_local_rank(arg: str, local_rank: int) -> str:
     return string.Template(arg).safe_substitute(local_rank=local_rank)
 
 
+def read_script(path: Path) -> str:
+    """The source as Python reads it, with a byte-order mark or an encoding of its own. Raises OSError, SyntaxError and
+    ValueError.
+    """
+    with tokenize.open(path) as file:
+        return file.read()
+
+
 def parse_script(source: str) -> ast.Module:
     """The syntax tree; the workers' own interpreter prints its warnings. Raises SyntaxError and ValueError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.parse(source)
+        try:
+            return ast.parse(source)
+        except RecursionError as error:
+            raise SyntaxError(str(error)) from None
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
@@ -139,7 +151,7 @@ class EarlyEnvironmentScan:
         """The name of the file, and of the variable."""
         self._read.add(file)
         try:
-            source = file.read_text(encoding="utf-8")
+            source = read_script(file)
             if self._torch and "environ" not in source:
                 return None
             tree = parse_script(source)
