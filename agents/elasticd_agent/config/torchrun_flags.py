@@ -84,7 +84,12 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     Flag(
         "--run-path", "Runs the script as a script: that is what runpy.run_path imitates. Overrides --no-python and -m."
     ),
-    Flag("--log-dir DIR", "Where worker logs go, in a directory per job, round and local rank; /dev/null keeps none."),
+    Flag(
+        "--log-dir DIR",
+        "Where worker logs go, in DIR/round-N/rank-K with the rank in the job; /dev/null keeps none. Jobs that run at "
+        "the same time need a DIR each. In a DIR with logs of earlier jobs numbers of rounds continue, and the newest "
+        "100 rounds are kept.",
+    ),
     Flag(
         "-r, --redirects STREAMS",
         "Which streams go to log files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both; or per "
