@@ -210,14 +210,19 @@ def main(arguments: list[str]) -> None:
     nodes and processes that it would start, as the `PET_` variables of torchrun's options."""
     launch = require("accelerate.commands.launch", "accelerate")
     options = launch.launch_command_parser().parse_args([*arguments, "script"])
-    options, _, _ = launch._validate_launch_command(options)
+    options, defaults, has_precision = launch._validate_launch_command(options)
     has_port = options.num_machines > 1 or options.main_process_port is not None
-    environment = require("accelerate.utils.launch", "accelerate").prepare_multi_gpu_env(options)
-    found = {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(name) != value
-    }
+    environments = require("accelerate.utils.launch", "accelerate")
+    if options.use_deepspeed and not options.cpu:
+        configured = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if has_precision else [])]
+        options.deepspeed_fields_from_accelerate_config = ",".join(configured)
+        options.deepspeed_multinode_launcher = "standard"  # torchrun's, on each node
+        _, environment = environments.prepare_deepspeed_cmd_env(options)
+    else:
+        environment = environments.prepare_multi_gpu_env(options)
+    if options.cpu or getattr(options, "use_cpu", False):
+        environment["ACCELERATE_USE_CPU"] = "True"
+    found = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     for name in _TORCHRUN_OPTIONS:
         value = getattr(options, name, None)
         if value not in (None, "") and (has_port or name == "nproc_per_node"):

@@ -49,6 +49,29 @@ def test_environment_is_carried_over(tmp_path: Path, options: list[str], seen: s
     assert ran.stdout.strip() == seen, ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--multi_gpu --num_processes 2 --gpu_ids 2,3", {"CUDA_VISIBLE_DEVICES": "2,3", "PET_NPROC_PER_NODE": "2"}),
+        ("--num_cpu_threads_per_process 5", {"OMP_NUM_THREADS": "5"}),
+        ("--cpu --num_processes 2", {"ACCELERATE_USE_CPU": "True", "PET_NPROC_PER_NODE": "2"}),
+        ("--use_megatron_lm --megatron_lm_tp_degree 2", {"MEGATRON_LM_TP_DEGREE": "2"}),
+        (
+            "--use_deepspeed --zero_stage 3 --num_processes 4 --num_machines 2 --main_process_ip a --machine_rank 1",
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "PET_NNODES": "2"},
+        ),
+    ],
+)
+def test_every_variable_is_carried_over(options: str, expected: dict[str, str], tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "elasticd.integrations.accelerate", "--mixed_precision", "no", *options.split()]
+    own = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | {"HOME": str(tmp_path)}
+    printed = subprocess.run(
+        [*argv, "--main_process_port", "29876"], env=own, capture_output=True, text=True, timeout=100
+    )
+    lines = [shlex.split(line)[1].partition("=") for line in printed.stdout.splitlines()]
+    assert expected.items() <= {name: value for name, _, value in lines}.items(), printed.stderr
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("before_the_step", [False, True])
 def test_epochs_that_are_left_early(tmp_path: Path, before_the_step: bool) -> None:
