@@ -493,6 +493,11 @@ class Session:
         if self._should_stop:
             self._say_stopped("step()")
             return
+        if self._closed:
+            self._say_once(
+                "session.step() after close(): no rank saves its state at a fault any more, and another run may use "
+                "the checkpoint directory. Close the session after the last step"
+            )
         if not self._stepped:
             self._on_first_step()
         self._omissions.check_at_step()

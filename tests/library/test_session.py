@@ -224,6 +224,7 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "checkpoint(barrier=...) is 0" in said["no time"]
     assert "barrier(3): the name must be a string" in said["no name"]
     assert "after close()" in said["barrier after close"]
+    assert "session.step() after close(): no rank saves" in said["step after close"]
     assert "keep at least 1" in said["keep nothing"]
     assert "mistakes.py is a file; give a directory" in said["a file"]
     assert "attach(per_rank=Linear(in_features=1" in said["one object for each rank"]

@@ -71,4 +71,6 @@ with tempfile.TemporaryDirectory() as directory:
         said["second session"] = " ".join(record.getMessage() for record in warned)
 session.close()
 attempt("barrier after close", lambda: session.barrier("epoch"))
+session.step()
+said["step after close"] = warned[-1].getMessage()
 sys.stdout.write(json.dumps(said) + "\n")
