@@ -97,6 +97,12 @@ def init(*, timeout: timedelta | None = None, decision_timeout: float | timedelt
             raise UsageError(
                 "init() inside what session.run() calls: use that session; integrations take it as session="
             )
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
+            raise UsageError(
+                "init() in a process that multiprocessing has started, as for the workers of a DataLoader, and that "
+                "imports the script: it would take part as another rank. Put what trains below "
+                "`if __name__ == '__main__':`"
+            )
         frame = frame.f_back
     decision_s = None if decision_timeout is None else timeout_seconds(decision_timeout, "init(decision_timeout=...)")
     environment = process_group.read_environment()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,20 @@ def test_device_is_the_launchers_choice_or_the_scripts(monkeypatch: pytest.Monke
     group = process_group.join(process_group.read_environment(), None)
     assert group.device == torch.device("cuda", int(local_rank or 3))
     assert chosen[-1] == group.device.index
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_child_that_imports_the_script_takes_part_as_no_rank(method: str, tmp_path: Path) -> None:
+    """A DataLoader's workers, where the script has no `if __name__ == "__main__":`; all ranks would wait."""
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, elasticd\n"
+        "def main():\n"
+        f"    context = multiprocessing.get_context({method!r})\n"
+        "    context.Process(target=print).start() if __name__ == '__main__' else elasticd.init()\n"
+        "main()\n"
+    )
+    ran = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=60)
+    assert "UsageError: init() in a process that multiprocessing has started" in ran.stderr
 
 
 def test_runs_of_torchruns_default_id_are_different_runs() -> None:
