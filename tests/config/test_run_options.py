@@ -129,6 +129,17 @@ def test_the_environment_stands_in() -> None:
     assert parse("--shutdown-timeout 8 t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="no")[1].shutdown_timeout_s == 8.0
 
 
+def test_the_variable_of_the_checkpoint_directory_stands_in() -> None:
+    """The agent has to know the directory: the first round is numbered above those that are in it."""
+    own = {"ELASTICD_CHECKPOINT_DIR": "ck"}
+    assert job("t.py", **own).checkpoint_dir == HERE / "ck"
+    assert job("--checkpoint-dir /other t.py", **own).checkpoint_dir == Path("/other")
+    assert job("t.py", ELASTICD_CHECKPOINT_DIR="").checkpoint_dir is None
+    assert job("t.py", **own, ELASTICD_JOB="train-1").checkpoint_dir is None, (
+        "a job that a worker of another one starts"
+    )
+
+
 WRONG = [
     ("", "the script to run is missing"),
     ("--standalone", "the script to run is missing"),

@@ -15,7 +15,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _elasticd_flag(
         "--checkpoint-dir DIR",
         "Where session.checkpoint() writes: a directory, or s3://BUCKET/PREFIX, gs://…, az://…; the workers find it in "
-        "ELASTICD_CHECKPOINT_DIR.",
+        "ELASTICD_CHECKPOINT_DIR, which counts where the option is not given.",
     ),
     _elasticd_flag(
         "--preload MOD,…",

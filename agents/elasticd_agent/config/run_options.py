@@ -48,6 +48,10 @@ Exit code: 0 succeeded, 1 the job failed, 2 usage, 75 requeue the job, 128+n sto
 """
 
 
+_JOB_VARIABLE = "ELASTICD_JOB"
+"""A worker's: the directory in its environment is that of its own job, and not of one that it starts."""
+
+
 class RunParser(argparse.ArgumentParser):
     """argparse, but a mistake is a UsageError, and our own options cannot be abbreviated (see docs/torchrun.md)."""
 
@@ -95,6 +99,8 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
     parsed, unknown = build_parser(environ).parse_known_args(list(argv))
     if unknown:
         raise UsageError(_unknown_option_error(unknown[0]))
+    if _JOB_VARIABLE not in environ:
+        parsed.checkpoint_dir = parsed.checkpoint_dir or environ.get("ELASTICD_CHECKPOINT_DIR") or None
     for flag in TORCHRUN_FLAGS:
         if flag.treatment is Treatment.REFUSED and getattr(parsed, flag.dest) != flag.default:
             raise UsageError(f"{flag.documented_spellings[-1]} is not supported: {flag.help}")
