@@ -70,6 +70,7 @@ FIELDS = [
     ("--rdzv-conf timeout=3,rank=0 t.py", {"entrypoint": "t.py"}),
     ("--signals-to-handle SIGTERM,SIGUSR1,SIGTERM t.py", {"signals": ("SIGTERM", "SIGUSR1")}),
     ("--checkpoint-dir ck --log-dir /l t.py", {"checkpoint_dir": HERE / "ck", "log_dir": Path("/l")}),
+    ("--log-dir '' --checkpoint-dir '' t.py", {"log_dir": None, "checkpoint_dir": None}),
     ("--log-dir /dev/null t.py", {"log_dir": Path("/dev/null")}),
     ("--preload numpy,torch.nn --preload numpy,x t.py", {"preload": ("numpy", "torch.nn", "x")}),
     ("--numa-binding core-complex t.py", {"numa_binding": "core-complex"}),

@@ -241,7 +241,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         checkpoint_dir=None if parsed.checkpoint_dir is None else resolve(cwd / parsed.checkpoint_dir),
         preload=_parse_preload(parsed.preload or []),
         integrate=parsed.integrate == "auto",
-        log_dir=_absolute_path(parsed.log_dir, cwd),
+        log_dir=_absolute_path(parsed.log_dir or None, cwd),
         redirects=_parse_streams("--redirects", parsed.redirects, high),
         tee=_parse_streams("--tee", parsed.tee, high),
         local_ranks_filter=_parse_local_ranks(parsed.local_ranks_filter),
