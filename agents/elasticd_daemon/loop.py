@@ -167,10 +167,12 @@ class NodeLoop:
         states = [runner.state for runner in self.status.runners]
         ended = {(result.job, result.number) for result in view.results}
         pending = [p for p in view.placements if not p.assignments and (p.job, p.number) not in ended]
+        cordoned = any(cordon.node == self.status.node for cordon in view.cordons)
+        node_state = "cordoned" if cordoned else self.status.state
         return {
             (metrics.SLOTS, ()): self.status.slots,
             (metrics.SLOTS_USED, ()): sum(len(runner.spec.slots) for runner in self._parts.runners.alive()),
-            **{(metrics.NODE_STATE, (state,)): state == self.status.state for state in metrics.NODE_STATES},
+            **{(metrics.NODE_STATE, (state,)): state == node_state for state in metrics.NODE_STATES},
             (metrics.REGISTERED, ()): self.registered,
             (metrics.IS_SCHEDULER, ()): self._parts.scheduler.holds_key,
             **{(metrics.RUNNERS, (state,)): states.count(state) for state in metrics.RUNNER_STATES},

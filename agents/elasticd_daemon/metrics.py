@@ -42,7 +42,7 @@ SLOTS = MetricSpec("elasticd_node_slots", "Concurrent workers of this node.")
 SLOTS_USED = MetricSpec("elasticd_node_slots_used", "Slots in use by runners, including runners that are leaving.")
 NODE_STATE = MetricSpec(
     "elasticd_node_state",
-    f"1 for the state of the node: {', '.join(NODE_STATES)}.",
+    f"1 for the state of the node: {', '.join(NODE_STATES)}. A cordon or drain by a person counts above the others.",
     ("state",),
     label_sets=len(NODE_STATES),
 )

@@ -14,6 +14,7 @@ from elasticd_daemon.metrics import LabelValues, NodeMetrics, Samples
 from elasticd_daemon.records import JobResult
 from elasticd_daemon.runners.spec import RunnerExit
 from tests.daemon.conftest import MakeNode
+from tests.daemon.test_unhealthy_node import ill
 
 GAUGES: Samples = {
     (specs.SLOTS, ()): 8,
@@ -126,3 +127,22 @@ def test_failed_job_outlives_the_agent(node: MakeNode) -> None:
     n1.start()
     n1.until(lambda: failed() == [series], "the series after the crash")
     assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_cordon_is_the_state_also_of_a_node_that_fails(node: MakeNode, tmp_path: Path) -> None:
+    """Alerts know by it that a person has set the node aside, whatever else is wrong with it."""
+    (tmp_path / "broken").touch()
+    n1 = node(health=ill(tmp_path / "broken"))
+    n1.start()
+    api = n1.unix()
+
+    def state() -> list[str]:
+        found = samples(api.get("/metrics").body)
+        return [key[1] for key, value in found.items() if key[0] == "elasticd_node_state" and value]
+
+    n1.until(lambda: state() == ["state=quarantined"], "the node's own state")
+    assert api.post("/v1/nodes/n1/cordon").code == 200
+    n1.until(lambda: state() == ["state=cordoned"], "the cordon")
+    assert api.post("/v1/nodes/n1/uncordon").code == 200
+    n1.until(lambda: state() == ["state=quarantined"], "the node's own state")
