@@ -131,7 +131,7 @@ class AgentClient:
     ) -> Reply:
         """Raises Unreachable, AnswerLost once it is connected. `query` values that are None are left out."""
         given = {name: str(value) for name, value in (query or {}).items() if value is not None}
-        target = path + (f"?{urlencode(given, quote_via=quote)}" if given else "")
+        target = path + (f"?{urlencode(given, errors='backslashreplace', quote_via=quote)}" if given else "")
         headers = {"Connection": "close"}
         if self.token is not None:
             headers["Authorization"] = f"{self.auth_scheme} {self.token}"
@@ -220,7 +220,12 @@ def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: flo
 
 
 def job_path(job: str) -> str:
-    return f"/v1/jobs/{quote(job, safe='')}"
+    return f"/v1/jobs/{quoted(job)}"
+
+
+def quoted(name: str) -> str:
+    """A name as one part of a path; one that is not UTF-8 is nobody's, and is shown by its escapes."""
+    return quote(name, safe="", errors="backslashreplace")
 
 
 def fetch_status(client: AgentClient, job: str | None) -> Answer:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.config.command_parser import CommandParser
@@ -40,6 +39,7 @@ from elasticd_daemon.api.client import (
     fetch_status,
     job_path,
     make_client,
+    quoted,
 )
 from elasticd_daemon.api.schema import Answer, JobStatus, JobSummary, NodeSummary
 from elasticd_daemon.cli import tables
@@ -230,15 +230,16 @@ def _cancel(client: AgentClient, options: argparse.Namespace) -> int:
 
 
 def _cordon(client: AgentClient, options: argparse.Namespace, what: str) -> int:
-    body = json.dumps({"reason": options.reason or ""}).encode()
-    row = client.post(f"/v1/nodes/{quote(options.name, safe='')}/{what}", body).result()
+    reason = (options.reason or "").encode(errors="backslashreplace").decode()
+    body = json.dumps({"reason": reason}).encode()
+    row = client.post(f"/v1/nodes/{quoted(options.name)}/{what}", body).result()
     if getattr(options, "wait", False):
         row = _wait_until_drained(client, options.name, options.timeout)
     return _print_answer(options, row, lambda row: _node_table({"nodes": [row]}))
 
 
 def _uncordon(client: AgentClient, options: argparse.Namespace) -> int:
-    answer = client.post(f"/v1/nodes/{quote(options.name, safe='')}/uncordon").result()
+    answer = client.post(f"/v1/nodes/{quoted(options.name)}/uncordon").result()
     return _print_answer(options, answer, lambda answer: f"{answer['node']} takes work again\n")
 
 

@@ -408,6 +408,19 @@ def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -
     assert done.stderr.startswith(f"elasticd submit: error: {path}: command")
 
 
+def test_names_that_are_not_utf8_are_nobodys(served: Served) -> None:
+    served.announce()
+    for argv in (("status", "caf\udce9"), ("drain", "caf\udce9"), ("cancel", "caf\udce9")):
+        done = elasticd(*argv, of=served)
+        assert (done.returncode, done.stdout) == (1, ""), argv
+        assert r"'caf\\udce9'; there " in done.stderr, argv
+    done = elasticd("submit", "--id", "caf\udce9", "--no-python", "--", "./a", of=served)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+    done = elasticd("cordon", "n1", "--reason", "caf\udce9", of=served)
+    assert done.returncode == 0, done
+    assert r"caf\udce9" in done.stdout
+
+
 # --- without an agent -------------------------------------------------------------------------------------------------
 
 
