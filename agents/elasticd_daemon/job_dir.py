@@ -19,7 +19,7 @@ class JobFiles:
         self.runner_spec = self.agent_folder / "runner-spec.json"  #: RunnerSpec; may hold secrets, so it is in no argv
         self.lock = self.agent_folder / "lock"  #: locked (flock) while a process of the job lives; liveness.py
         self.keeper_lock = self.agent_folder / "keeper"  #: locked by the keeper of another user's job; keeper.py
-        self.refusal = self.agent_folder / "refused.json"  #: RunnerExit of a job that the agent could not start
+        self.refusal = self.agent_folder / "refused.json"  #: RunnerExit of a job that could not be started
         self.end_mark = self.agent_folder / "ended"  #: its mtime: when the run was first seen to have ended, 0 before
         self.runtime = self.root / "run"  #: the runner's runtime directory, with its control socket `control`
         self.logs = self.root / "logs"

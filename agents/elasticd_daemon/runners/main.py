@@ -51,7 +51,7 @@ from elasticd_daemon.keys import RUNNER_COMM
 from elasticd_daemon.runners import liveness
 from elasticd_daemon.runners.history import JobHistorySink, RunnerMetrics
 from elasticd_daemon.runners.keeper import fork_runner
-from elasticd_daemon.runners.spawn import Account, become, check_interpreter
+from elasticd_daemon.runners.spawn import Account, become, blocked_directory_phrase, check_interpreter
 from elasticd_daemon.runners.spec import (
     RunnerSpec,
     StoreSecrets,
@@ -91,12 +91,19 @@ def job(argv: Sequence[str]) -> int:
             join_group(Path(spec.control_group))
         account = Account.of(argv[1]) if argv[1] else None
         if account is not None:
+            refusal = open_plain(files.refusal, os.O_WRONLY | os.O_CREAT)
             # Only now: processes of that user may read the memory and the files of one that is theirs.
             become(account)
             prctl(PR_SET_DUMPABLE, 0)  # the kernel resets it
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != keeper:
                 return 1
+            with open(refusal, "wb") as file:
+                if not os.access(files.root, os.W_OK | os.X_OK):  # it could write no exit there
+                    blocked = blocked_directory_phrase(account, files.root, "open it, or move state_dir")
+                    why = f"user {account.name!r} may not enter {files.root}{blocked}"
+                    file.write(exit_for(spec, 2, why, (), 0).to_json())
+                    return 2
     except (OSError, WireError) as error:
         raise UsageError(f"{files.runner_spec}: {error}") from None
     redirect_output_to_log(files)

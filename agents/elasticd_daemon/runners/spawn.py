@@ -154,7 +154,7 @@ def check_interpreter(account: Account) -> None:
         raise NodeRefusesJob(f"user {account.name!r} may not execute {sys.executable}{where}")
 
 
-def blocked_directory_phrase(account: Account, program: Path) -> str:
+def blocked_directory_phrase(account: Account, program: Path, advice: str = "install in an open directory") -> str:
     """The directory on the program's path that is closed to this user, as far as modes show; links are followed."""
     groups = os.getgrouplist(account.name, account.gid)
     directories = [*reversed(program.parents), *reversed(program.resolve().parents)]
@@ -164,7 +164,7 @@ def blocked_directory_phrase(account: Account, program: Path) -> str:
             mine = 0o100 if status.st_uid == account.uid else 0o010 if status.st_gid in groups else 0o001
             if not status.st_mode & mine:
                 mode = stat.S_IMODE(status.st_mode)
-                return f", because {directory} (mode {mode:04o}) is closed to it; install in an open directory"
+                return f", because {directory} (mode {mode:04o}) is closed to it; {advice}"
     return ", or cannot reach it"
 
 

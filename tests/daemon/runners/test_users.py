@@ -206,6 +206,20 @@ def test_interpreter_that_the_user_may_not_execute(open_place: Path, monkeypatch
     assert (last.outcome, last.reason) == ("refused", f"{why}; install in an open directory")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+def test_directory_above_the_jobs_that_is_closed_to_the_user(open_place: Path) -> None:
+    """The runner could neither begin its work nor write its exit: it would be started again and again."""
+    shut = open_place / "shut"
+    shut.mkdir(0o700)
+    files = somebodys_folders(shut / "state")
+    with open(files.lock, "w") as lock:
+        runner = spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
+    assert runner.wait(30) == 2
+    last = read_exit(files)
+    why = f"user 'nobody' may not enter {files.root}, because {shut} (mode 0700) is closed to it"
+    assert (last.outcome, last.reason) == ("refused", f"{why}; open it, or move state_dir")
+
+
 STOPS = """
 import os, signal, sys, time
 def parent(pid):
