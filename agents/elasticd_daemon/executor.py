@@ -54,7 +54,7 @@ class Executor:
         except (OSError, UsageError) as error:
             where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
             why = f"{where}{error.strerror}" if isinstance(error, OSError) else str(error)
-            self.outcomes.add_failed_start(key, why, now + START_RETRY_S)
+            self.outcomes.add_failed_start(key, why, now, START_RETRY_S)
             self.journal.warn(f"job {spec.job} cannot be started: {why}; retrying in {START_RETRY_S:g} s")
             return
         if pid is None:

@@ -120,7 +120,9 @@ def test_full_disk_is_retried(runners: FakeRunners) -> None:
     (shown,) = early.runner_statuses
     why = "it cannot start: /state/jobs/llm.1: No space left on device"
     assert (early.start, early.next_start_at, shown.state) == ((), 100.0 + START_RETRY_S, "starting")
-    assert shown.why == f"{why}; 1 time in a row, the next start is in 9 s"
+    assert shown.why == f"{why}; 1 time in a row, the next start is within 10 s"
+    later = reconcile(view, "n1", (), outcomes, "", 105.0)
+    assert later.runner_statuses == early.runner_statuses, "each change is a write to the store"
     runners.start_fails = runners.account_fails = runners.refuse_fails = None
     executor.execute(reconcile(view, "n1", (), outcomes, "", 100.0 + START_RETRY_S), 100.0 + START_RETRY_S)
     assert executor.is_own_runner(("llm", 1))

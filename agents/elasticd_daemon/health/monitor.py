@@ -88,8 +88,8 @@ class HealthMonitor:
             self._queried_since = now
         self._queried_at = now
         overdue_s = now - max(self.checked_at, self._queried_since) - self._settings.health.every_s
-        if overdue_s > OVERDUE_S + self._checks.time_limit_s:
-            return HealthVerdict("unhealthy", f"the checks that were due {overdue_s:.0f} s ago hang")
+        if overdue_s > (limit_s := OVERDUE_S + self._checks.time_limit_s):
+            return HealthVerdict("unhealthy", f"the checks that were due more than {limit_s:.0f} s ago hang")
         return health_verdict(self._history, now)
 
     def record_job_failure(self, why: str) -> None:

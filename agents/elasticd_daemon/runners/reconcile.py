@@ -63,6 +63,7 @@ class CrashBackoff:
     """A runner that ended before its job, or could not be started."""
 
     crashes: int
+    wait_s: float
     retry_at: float
     why: str
 
@@ -119,16 +120,15 @@ class RunOutcomes:
         crashes = 1 if before is None or ran_s >= STABLE_AFTER_S else before.crashes + 1
         wait_s = CRASH_BACKOFFS_S[min(crashes - 1, len(CRASH_BACKOFFS_S) - 1)]
         how = f"ended with code {exit.exit_code} ({exit.reason})" if exit is not None else "crashed or was killed"
-        self.backoffs[key] = CrashBackoff(crashes, now + wait_s, f"its runner {how}")
+        self.backoffs[key] = CrashBackoff(crashes, wait_s, now + wait_s, f"its runner {how}")
         when = f"in {wait_s:g} s" if wait_s else "at once"
         return f"job {job}: its runner {how}; if the job is still scheduled here, another runner starts {when}"
 
-    def add_failed_start(self, key: RunKey, why: str, retry_at: float) -> None:
-        """Note that a runner could not be started."""
+    def add_failed_start(self, key: RunKey, why: str, now: float, wait_s: float) -> None:
+        """Note that a runner could not be started, and that it is tried again after `wait_s`."""
         before = self.backoffs.get(key)
-        self.backoffs[key] = CrashBackoff(
-            1 if before is None else before.crashes + 1, retry_at, f"it cannot start: {why}"
-        )
+        crashes = 1 if before is None else before.crashes + 1
+        self.backoffs[key] = CrashBackoff(crashes, wait_s, now + wait_s, f"it cannot start: {why}")
 
     def forget(self, key: RunKey) -> None:
         self.exits.pop(key, None)
@@ -217,8 +217,9 @@ def _plan_starts(
             waiting.append(RunnerStatus(*key, slots, "starting", why))
         elif backoff is not None and backoff.retry_at > now:
             next_start_at = backoff.retry_at if next_start_at is None else min(next_start_at, backoff.retry_at)
-            in_s = backoff.retry_at - now
-            why = f"{backoff.why}; {count(backoff.crashes, 'time')} in a row, the next start is in {in_s:.0f} s"
+            # Not what is left: each change of a node's status is a write to the store, which the scheduler reads.
+            times = count(backoff.crashes, "time")
+            why = f"{backoff.why}; {times} in a row, the next start is within {backoff.wait_s:g} s"
             waiting.append(RunnerStatus(*key, slots, "starting", why))
         else:
             start.append(RunnerStart(submission, slots))
