@@ -32,13 +32,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from elasticd.errors import StoreUnavailable, UsageError
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError
 from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.notice_options import parse_notice_service
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import REQUEUE_EXIT_CODE, Rendezvous
-from elasticd_agent.model.phrases import listing
+from elasticd_agent.model.phrases import has_have, listing
 from elasticd_agent.model.version import version
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
@@ -77,6 +77,7 @@ from elasticd_daemon.registration import NodeNameConflict, NodeStatusPublisher, 
 from elasticd_daemon.runners import versions
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.spawn import SpecBuilder
+from elasticd_daemon.scheduler import job_queue
 from elasticd_daemon.scheduler.scheduler import Scheduler
 from elasticd_daemon.sd_notify import Notifier, take_notifier
 from elasticd_daemon.state_dir import DiskCleaner
@@ -260,6 +261,7 @@ def _run_loop(loop: NodeLoop, parts: LoopDependencies, code: Path | None) -> Mus
         parts.inbox.put(Wakeup())
 
     adopted = loop.adopt_runners()
+    _warn_of_local_jobs(loop, journal)
     if code is not None:
         versions.remove_unused(loop.settings.state_dir, code)
     parts.health.start(health_changed)
@@ -399,6 +401,23 @@ def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
         return FileStore(settings.state_dir / LOCAL_STORE, log=journal.warn)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # our forks exec at once; gRPC would log a warning for each
     return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)
+
+
+def _warn_of_local_jobs(loop: NodeLoop, journal: AgentJournal) -> None:
+    """Name the jobs that have not ended in a local store that is not used any more: they are in no queue."""
+    path = loop.settings.state_dir / LOCAL_STORE
+    if loop.settings.store.backend == "local" or not path.exists():
+        return
+    from elasticd_agent.store.file import FileStore
+
+    with contextlib.suppress(StoreRefused), contextlib.closing(FileStore(path)) as store:
+        here = loop.jobs()
+        left = [s.job for s in job_queue.read_view(store).unfinished() if (s.job, s.number) not in here]
+        if left:
+            journal.warn(
+                f"this agent does not use {path} any more, where {listing(left)} {has_have(left)} not ended: submit "
+                "again what is to run, then remove the file"
+            )
 
 
 @contextlib.contextmanager

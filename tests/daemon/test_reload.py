@@ -11,6 +11,7 @@ import pytest
 
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, lives, until
+from tests.etcd import EtcdServers
 
 
 @pytest.mark.system
@@ -67,6 +68,21 @@ def test_replacement_that_would_lose_the_running_jobs_is_refused(node: MakeNode)
         assert lives(n1.workers("one")[0])
     assert n1.drain() == 0
     n1.assert_gone()
+
+
+@pytest.mark.system
+def test_jobs_that_a_change_of_the_store_leaves_behind_are_named(node: MakeNode, etcd: EtcdServers) -> None:
+    """The drain that comes with the restart has put them back into a queue that nobody reads any more."""
+    n1 = node(labels=["a"], local_addr="127.0.0.1")
+    n1.job("runs", "plain.py", COLD, "slow", workers=1)
+    n1.job("waits", "plain.py", COLD, "slow", workers=1, node_labels=["b"])
+    n1.start()
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
+    assert n1.drain() == 0
+    n1.settings["store"] = {"backend": "etcd", "endpoints": [f"127.0.0.1:{etcd.port}"]}
+    n1.start()
+    n1.wait_for_log(f"does not use {n1.state / 'store.sqlite'} any more, where runs and waits have not ended")
+    assert n1.drain() == 0
 
 
 def test_request_to_stop_that_waits_at_the_start_is_an_orderly_end(node: MakeNode) -> None:
