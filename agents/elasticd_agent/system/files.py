@@ -126,7 +126,9 @@ def find_secret_file_problem(path: Path) -> str | None:
     if status.st_mode & 0o027:
         who = "anybody can" if status.st_mode & 0o007 else "its group can change it and"
         can = "read it" if status.st_mode & 0o004 else "change it" if status.st_mode & 0o007 else "replace the secret"
-        return f"{str(path)!r}: {who} {can} (mode {stat.S_IMODE(status.st_mode):04o}); chmod 600 {path}"
+        mode = stat.S_IMODE(status.st_mode)
+        # Its group may be the one that reads it: an agent is not root, and jobs must not own its secrets.
+        return f"{str(path)!r}: {who} {can} (mode {mode:04o}); chmod {mode & ~0o027:03o} {path}"
     if not os.access(path, os.R_OK):
         return f"{str(path)!r} cannot be read: permission denied"
     return f"{str(path)!r} is empty" if status.st_size == 0 else None
