@@ -40,6 +40,8 @@ STATUS_TIMEOUT_S = 2.0
 DUMP_TIMEOUT_S = control_socket.ANSWER_TIMEOUT_S
 READ_TIMEOUT_S = 20.0
 MAX_CACHED_EVENT_LOGS = 64
+NOTHING_HERE = "nothing of this job is here"
+"""The answer of a node that never had the job, as most nodes of a large cluster have not."""
 """Event logs that are read on from where they were read last."""
 _CHUNK_BYTES = 1 << 20
 MAX_SHOWN_ROUNDS = 100
@@ -159,6 +161,8 @@ class LocalJobs:
         events = logs.parent / "events.jsonl"
 
         def work() -> Answer:
+            if not logs.parent.is_dir():
+                return {"node": self.node, "error": NOTHING_HERE}
             folders, log = locate.find_folders(where), events if events.is_file() else None
             place = locate.choose_default_folder([folder for folder in folders if round in (None, folder.round)])
             if place is None:

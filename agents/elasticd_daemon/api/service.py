@@ -28,7 +28,7 @@ from elasticd_agent.model.records import Round
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
 from elasticd_daemon.api import views
-from elasticd_daemon.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
+from elasticd_daemon.api.local import DUMP_TIMEOUT_S, NOTHING_HERE, READ_TIMEOUT_S, LocalJobs
 from elasticd_daemon.api.node_files import ClusterReader, NotFound
 from elasticd_daemon.api.peers import Peers
 from elasticd_daemon.api.rank_logs import LogRequest
@@ -212,13 +212,14 @@ class JobService:
         }
 
     def explain(self, name: str, round: int | None) -> Answer:
-        """The explanation of each node's evidence, or why there is none. Raises NotFound."""
+        """The explanation of the evidence of each node that has had the job, or why there is none. Raises NotFound."""
         view, submission = self._find_job(name)
         query = {"number": submission.number, "round": round}
         question = ("GET", f"/v1/local/jobs/{quote(name, safe='')}/explain", query)
         own = lambda: self.local.explain(name, submission.number, round)  # noqa: E731
         nodes = self.cluster.candidate_nodes(view, submission)
-        return {"job": name, "nodes": self.cluster.ask_nodes(view, nodes, own, question, READ_TIMEOUT_S)}
+        rows = self.cluster.ask_nodes(view, nodes, own, question, READ_TIMEOUT_S)
+        return {"job": name, "nodes": [row for row in rows if row.get("error") != NOTHING_HERE]}
 
     def _read_view(self, log: Callable[[str], None] = job_queue.ignore_sentence) -> ClusterView:
         return job_queue.read_view(self.store, log, self.cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import threading
 import time
@@ -492,6 +493,13 @@ def test_other_nodes_are_read_with_the_same_token(serve: Serve) -> None:
     reply = api.get("/v1/jobs/llama/logs", {"node": "n2"})
     assert (reply.code, "denies access" in reply.why) == (504, True)
     assert n1.token is not None and n1.token not in reply.why
+
+
+def test_nodes_that_never_had_the_job_explain_nothing(serve: Serve) -> None:
+    n1, n2 = two(serve)
+    shutil.rmtree(n2.files().root)
+    (row,) = n1.unix().get("/v1/jobs/llama/explain").document()["nodes"]
+    assert (row["node"], "no hang was suspected" in row["error"]) == ("n1", True)
 
 
 def test_ranks_of_all_nodes_are_merged(serve: Serve) -> None:
