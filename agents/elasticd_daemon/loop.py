@@ -264,7 +264,7 @@ class NodeLoop:
                     sentence = f"{request.source}: jobs have {within_s:g} s to leave this node"
                     journal.event(events.NodeStateEvent, sentence, state="draining")
                 if is_signal:
-                    self._parts.notifier.stopping(within_s + 30.0, "draining")
+                    self._parts.notifier.stopping(within_s + 40.0, "draining")
             case "reload":
                 self._parts.notifier.reloading()
                 try:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, AgentNode, lives, until
+from tests.etcd import EtcdServers
 from tests.faults.job import Event
 
 
@@ -88,6 +89,23 @@ def test_agent_that_is_replaced_while_a_job_leaves_lets_it_finish(node: MakeNode
     assert (n1.work / "got-0").read_text() == "SIGTERM", n1.diagnostics()
     assert "twice" not in n1.files("one").runner_log.read_text()
     assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_stop_without_the_store_saves_the_last_step(nodes: MakeNode, etcd: EtcdServers) -> None:
+    """No next round can be published: the node alone stops its group, which saves."""
+    n1 = nodes("n1", drain_timeout="3s")
+    checkpoints = n1.work / "ck"
+    n1.job("one", "resume.py", "--steps", "100000", "--every", "100000", workers=2, checkpoint_dir=str(checkpoints))
+    n1.start()
+    n1.wait_for_step(50)
+    etcd.kill()
+    n1.event("store_unavailable")
+    assert n1.drain() == 0
+    left, trained = n1.wait_for_exit("one"), n1.steps()[-1][1]
+    assert left.outcome == "left"
+    saved = max((int(path.name.partition("-s")[2]) for path in checkpoints.glob("r*-s*")), default=0)
+    assert saved >= trained, n1.diagnostics()
 
 
 def both_in(*nodes: AgentNode) -> list[Event]:

@@ -349,7 +349,8 @@ def test_reason_of_a_leaving_node() -> None:
     """A node leaves for what whoever asked had to say."""
     rules = replace(RULES, leave_on_stop=True, leave_grace_s=60.0)
     asked = StopRequested("SIGTERM", 143, 9.0, "drained: a fan")
-    leaving, actions = step(Running(R3), asked, rules)
+    two = replace(R3, members=(*R3.members, replace(R3.members[0], node="b")))
+    leaving, actions = step(Running(two), asked, rules)
     assert actions == [ReportLeaving("a leaves: drained: a fan", 143), SetTimer(39.0), SetTimer(69.0)]
     soon = ReportLeaving("a leaves: drained: a fan", 143, soon=True)
     for phase, at, actions in ((leaving, 38.9, []), (leaving, 39.0, [soon])):
@@ -361,6 +362,16 @@ def test_reason_of_a_leaving_node() -> None:
     ending, _ = step(leaving, RoundPublished(replace(R4, members=())), rules)
     assert step(ending, GroupEnded(3), rules) == flushing(3, 143, "drained: a fan")
     assert step(Joining(), asked, rules) == flushing(0, 143, "drained: a fan")
+
+
+def test_node_alone_stops_its_group_without_a_round() -> None:
+    """Nobody else has to agree, and without the store its own planner cannot publish one."""
+    rules = replace(RULES, leave_on_stop=True, leave_grace_s=60.0)
+    leaving, _ = step(Running(R3), StopRequested("SIGTERM", 143, 9.0, "drained: a fan"), rules)
+    stopping, actions = step(leaving, TimerExpired(39.0), rules)
+    why = "drained: a fan: no other round was published; workers have 30 s to stop"
+    assert actions == [StopGroup(3, why, 30.0, "SIGTERM")]
+    assert step(stopping, GroupEnded(3), rules) == flushing(3, 143, "drained: a fan")
 
 
 def test_first_and_second_stop() -> None:

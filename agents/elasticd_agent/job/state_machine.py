@@ -82,7 +82,7 @@ MULTI_NODE_EXIT_WAIT_S = 0.15
 PAUSE_BEFORE_LEAVE_S = 30.0
 """The job pauses for a checkpoint so long before the end of a node that leaves, where too few nodes would remain, but
 no earlier than after half of that node's time. Rank 0 may see the request 10 s late, at its next decision point, and
-has to write the checkpoint."""
+has to write the checkpoint. A node alone that has no next round by then stops its group."""
 
 LAST_WRITE_S, LAST_WRITE_S_PER_BYTE, LAST_WRITE_OF_STOP_S = 30.0, 20e-9, 6.0
 """The time that the end of a job waits for the checkpoint of its last step. A large state goes to a disk that takes
@@ -185,6 +185,10 @@ def _running(phase: Running, event: Event, rules: StateMachineRules) -> Transiti
             kill = KillGroup(round_.number, f"{reason}: no round without {rules.node} was published in time")
             return Stopping(round_, stop=phase.stop), [kill]
         case TimerExpired(at) if phase.stop is not None and at >= phase.stop.report_soon_at:
+            if len(round_.members) == 1:  # no other node has to agree; without the store this one cannot even ask
+                stop, grace = phase.stop, phase.stop.until - at
+                why = f"{stop.why or stop.signal}: no other round was published; workers have {grace:.0f} s to stop"
+                return Stopping(round_, stop=stop), [StopGroup(round_.number, why, grace, stop.signal)]
             stop = replace(phase.stop, report_soon_at=math.inf)
             return replace(phase, stop=stop), [_report_leaving(stop, rules, soon=True)]
         case StopRequested() | StopForced():

@@ -48,6 +48,9 @@ from elasticd_daemon.runners.reconcile import LocalRunner, RunnerEnd
 from elasticd_daemon.runners.spawn import Account, NodeRefusesJob, missing_capability_sentence, spawn
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, exit_for, read_exit, read_spec
 
+LAST_SAVE_S = 10.0
+"""The time from a runner's own deadline, when it has its workers' last step saved and kills them, to the second
+SIGTERM, which saves nothing. Without the store no other node answers before that deadline."""
 SECOND_SIGTERM_GRACE_S = 5.0
 """The time from the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 MIN_SIGTERM_INTERVAL_S = 2 * TOGETHER_S
@@ -195,7 +198,7 @@ class RunnerManager:
                 self._open_pidfd(runner)
                 if why := liveness.requested_stop(files.lock):  # once more, SIGTERM would kill its workers at once
                     runner.stop_requested, runner.state, runner.why = True, "leaving", why
-                    runner.leave_deadline = time.monotonic() + max(spec.drain_timeout_s, MIN_SIGTERM_INTERVAL_S)
+                    runner.leave_deadline = time.monotonic() + spec.drain_timeout_s + LAST_SAVE_S
                 who = f"pid {runner.process.pid}" if runner.process is not None else "pid unknown yet"
                 self._log(f"job {spec.job}: adopted its runner ({who})")
             else:
@@ -307,14 +310,14 @@ class RunnerManager:
             folder.chmod(0o711)
 
     def request_stop(self, job: str, number: int, why: str, within_s: float) -> bool:
-        """SIGTERM; `poll` escalates after `within_s`. False: there is no such runner, or its stop was requested."""
+        """SIGTERM; `poll` escalates LAST_SAVE_S after `within_s`. False: no such runner, or it was requested."""
         runner = self._runners.get((job, number))
         if runner is None or runner.stop_requested:
             return False
         runner.stop_requested = True
         runner.state = "leaving"
         runner.why = why
-        runner.leave_deadline = time.monotonic() + max(within_s, MIN_SIGTERM_INTERVAL_S)
+        runner.leave_deadline = time.monotonic() + within_s + LAST_SAVE_S
         try:  # before the signal: the main loop must not wait for a runner that does not answer
             liveness.write_stop_reason(runner.files.lock, why)
         except OSError as error:
