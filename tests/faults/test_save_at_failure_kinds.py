@@ -101,6 +101,8 @@ def test_rank_on_another_node_than_the_one_that_saves(
         ("replaced_optimizer", 13, "what is attached was changed after session.step()"),
         ("diverging", 13, "a communication hook"),
         ("hooked_optimizer", 13, "an optimizer has hooks for its state_dict"),
+        ("counted_in_the_module", 13, "model holds Counted, which has a state_dict of its own"),
+        ("state_dict_of_the_object", 13, "model holds Chosen, which has a state_dict of its own"),
         ("lr_in_a_tensor", 13, "values that can change in place"),
         ("unfrozen_apart", 13, "a parameter whose gradient DistributedDataParallel does not average"),
         ("unpicklable", 13, "the state cannot be copied at a step: "),

@@ -204,16 +204,17 @@ def _modules_may_differ(rank: _Rank) -> Reason:
 
 
 def _own_module_state_dict(rank: _Rank) -> Reason:
-    """The rule for modules with a `state_dict` or hooks of their own: they may return anything."""
+    """The rule for modules with a `state_dict`, a part of it, or hooks of their own: they may return anything, such as
+    a number that each forward pass changes.
+    """
     for name, module in rank.modules.items():
         for submodule in module.modules():
             hooks = (submodule._state_dict_hooks, submodule._state_dict_pre_hooks)
-            kind = type(submodule)
-            methods_are_own = (
-                kind.state_dict is not Module.state_dict or kind.get_extra_state is not Module.get_extra_state
-            )
-            if methods_are_own or any(hooks):
-                return f"{name} holds {kind.__name__}, which has a state_dict of its own"
+            methods = (submodule.state_dict, submodule.get_extra_state, submodule._save_to_state_dict)
+            functions = [getattr(method, "__func__", method) for method in methods]
+            are_own = functions[:2] != [Module.state_dict, Module.get_extra_state]
+            if are_own or any(hooks) or not functions[2].__module__.startswith("torch."):
+                return f"{name} holds {type(submodule).__name__}, which has a state_dict of its own"
     return ""
 
 

@@ -278,6 +278,54 @@ def hooked_optimizer(job: Kind) -> None:
     job.optimizer.register_state_dict_post_hook(lambda optimizer, found: {**found, "more": job.session.steps})
 
 
+class Counted(torch.nn.Linear):
+    """Each forward pass counts, and depends on the number; the state has it as that of an observer or a metric."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "calls"] = self.calls
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.calls = state_dict.pop(prefix + "calls")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@kind
+def counted_in_the_module(job: Kind) -> None:
+    job.net = Counted(16, 1)
+    job.ddp()
+
+
+class Chosen(torch.nn.Linear):
+    """Its state is another function's, as where a script sets one that chooses what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 1)
+        self.calls = 0
+        usual = self.state_dict
+        self.state_dict = lambda **how: {**usual(**how), "calls": self.calls}  # type: ignore[method-assign]
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **how: Any) -> Any:
+        self.calls = state_dict.pop("calls")
+        return super().load_state_dict(state_dict, *args, **how)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+@kind
+def state_dict_of_the_object(job: Kind) -> None:
+    job.net = Chosen()
+    job.ddp()
+
+
 @kind
 def lr_in_a_tensor(job: Kind) -> None:
     job.ddp()
