@@ -23,7 +23,7 @@ def steps_of(directory: Path) -> list[tuple[int, int]]:
     return [(entry.manifest.round, entry.manifest.step) for entry in entries]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "wrapped"])
 def test_resumed_run_equals_uninterrupted_run(start: Any, tmp_path: Path, optimizer: str) -> None:
     whole = start("toy.py", {"optimizer": optimizer, "directory": str(tmp_path / "whole")})
     broken = start("toy.py", {"optimizer": optimizer, "directory": str(tmp_path / "broken"), "die": 8})

@@ -227,13 +227,9 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, before: list[list[st
     KeyError. `before` are the names of each group's settings.
     """
     groups = zip(before, optimizer.param_groups, strict=True)
+    defaults = getattr(optimizer, "defaults", {})  # a wrapper may be one without having called its __init__
     missing = sorted(
-        {
-            setting
-            for names, group in groups
-            for setting in names
-            if setting in optimizer.defaults and setting not in group
-        }
+        {setting for names, group in groups for setting in names if setting in defaults and setting not in group}
     )
     if missing:
         state_names = sorted({str(name) for values in optimizer.state.values() for name in values})

@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "averaged": False,  # attach averaged weights of 9 MB
     "extra": None,  # attach one more object, "optional" or "needed"
     "save": False,  # save() at the end
-    "optimizer": "adam",  # or "sgd"
+    "optimizer": "adam",  # or "sgd", or "wrapped": it, by a wrapper
     "wrap": "ddp",  # "bare", "compiled" (and DDP), "inner": a submodule is compiled by itself
     "sleep": 0,  # seconds a step
     "deaf": 0,  # steps after a stop
@@ -87,6 +87,28 @@ class SharedCounter(Counter):
         self.count = sum(state["count"] for state in states)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As torchlars' LARS is around another optimizer: one of torch's, of which no `__init__` was called."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
 def build(rank: int) -> nn.Module:
     torch.manual_seed(0)
     inner: Any = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
@@ -123,6 +145,7 @@ def main() -> None:
     parameters = model.parameters()
     optimizer = adam(parameters, lr=0.01) if options["optimizer"] == "adam" else sgd(parameters, lr=0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    optimizer = Wrapped(optimizer) if options["optimizer"] == "wrapped" else optimizer
     directory = options["apart"] if options["apart"] and session.rank == 1 else options["directory"]
     session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
     if options["poison"] is not None:
