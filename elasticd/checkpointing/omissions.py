@@ -70,6 +70,8 @@ class Omissions:
         """Optimizers since the last of these calls, in the order of their last steps."""
         self._counts: dict[int, int] = {}
         """Steps of attached optimizers before the first call."""
+        self._trains_others = True
+        """Each step so far was one of optimizers that train nothing that is attached."""
         self._judged: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers that are not attached, and of which all has been said."""
         self._first_at = 0.0
@@ -121,6 +123,8 @@ class Omissions:
             return
         if not stepped.keys() <= self._known:
             self._check_optimizers(stepped, number)
+        if number < ERROR_STEPS:
+            self._check_trained(stepped, number)
         if number % LOOK_EVERY < LOOKS:
             self._check_samplers(number)
         if number % LOOK_EVERY == 0:
@@ -186,6 +190,26 @@ class Omissions:
                 what += "Attach it before session.restore(): session.attach(optimizer=optimizer)"
             is_new = number < ERROR_STEPS and self._context.parent is None  # a later stage may begin in the first steps
             self._raise_or_warn(what, is_error=bool(another) and is_new)
+
+    def _check_trained(self, stepped: Mapping[int, weakref.ref[Any]], number: int) -> None:
+        """Model and optimizer that were made again after they had been attached: nothing of the training is saved."""
+        every = self._all_attached()
+        if not self._trains_others or any(not isinstance(obj, _KINDS_OF_TORCH) for obj in every):
+            return
+        optimizers = [obj for obj in every if isinstance(obj, Optimizer)]
+        attached = {id(parameter) for obj in every if isinstance(obj, Module) for parameter in obj.parameters()}
+        attached |= set(map(id, _trained_parameters(optimizers)))
+        steppers = [living for of in stepped.values() if (living := of()) is not None]
+        trained = list(_trained_parameters(steppers))
+        # Which parameters a module has that FSDP2 shards depends on the moment.
+        are_plain = all(local_part(parameter) is parameter for parameter in trained)
+        self._trains_others = bool(attached and trained) and are_plain and attached.isdisjoint(map(id, trained))
+        if self._trains_others and number == ERROR_STEPS - 1:
+            self._raise_or_warn(
+                f"{type(steppers[0]).__name__} trains nothing that is attached, and nothing that is attached has been "
+                "trained: no checkpoint would hold the training. Attach what the loop trains, after it has been made",
+                is_error=self._context.parent is None,
+            )
 
     def _is_saved_by_another(self, optimizer: Any) -> bool:
         """True if something else that is attached, such as a wrapper, saves the optimizer's state."""
@@ -254,21 +278,24 @@ class Omissions:
     def _check_schedulers(self) -> None:
         """One that was made before `attach()`, and whose position is in no checkpoint."""
         unknown = {id(obj): name for name, obj in self._optimizers().items() if id(obj) in self._scheduled}
+        saved = {
+            id(each) for obj in self._all_attached() if isinstance(obj, LRScheduler) for each in _nested_schedulers(obj)
+        }
         for obj in self._all_attached() if unknown else ():
-            for value in () if isinstance(obj, (Module, Optimizer)) else _values(obj):
+            for value in () if isinstance(obj, (Module, Optimizer, LRScheduler)) else _values(obj):
                 unknown.pop(id(value.optimizer if isinstance(value, LRScheduler) else value), None)
         if not unknown:
             return
         # torch's optimizers do not know their schedulers.
-        living = [obj for obj in gc.get_objects() if issubclass(type(obj), LRScheduler)]
-        found = {id(getattr(obj, "optimizer", None)): obj for obj in living}
-        for key, scheduler in found.items():
+        living = [obj for obj in gc.get_objects() if issubclass(type(obj), LRScheduler) and id(obj) not in saved]
+        for scheduler in living:
+            name = unknown.get(id(getattr(scheduler, "optimizer", None)))
             # After a resume the script may have set it to the step that was reached.
-            if key in unknown and (self._context.parent is None or scheduler.last_epoch <= 1):
+            if name is not None and (self._context.parent is None or scheduler.last_epoch <= 1):
                 self._warn_once(
-                    f"{type(scheduler).__name__} schedules {unknown[key]} and is not attached: after a restart it, and "
-                    "so the learning rate, would begin anew. Attach it before session.restore(), or make it after that "
-                    "call, for session.steps"
+                    f"{type(scheduler).__name__} schedules {name} and is not attached: after a restart it, and so the "
+                    "learning rate, would begin anew. Attach it before session.restore(), or make it after that call, "
+                    "for session.steps"
                 )
 
     def _check_scaler(self) -> None:
@@ -442,6 +469,18 @@ _KINDS_OF_TORCH = (
 
 def _attributes(obj: Any) -> dict[str, Any]:
     return getattr(obj, "__dict__", {})
+
+
+def _trained_parameters(optimizers: list[Any]) -> Iterator[torch.Tensor]:
+    return (parameter for obj in optimizers for group in obj.param_groups for parameter in group["params"])
+
+
+def _nested_schedulers(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and those that it consists of."""
+    yield scheduler
+    for value in _values(scheduler):
+        if isinstance(value, LRScheduler):
+            yield from _nested_schedulers(value)
 
 
 def _values(obj: Any) -> Iterator[Any]:

@@ -373,6 +373,27 @@ def no_optimizer_attached_but_its_scheduler(loop: Loop) -> None:
 
 
 @case
+def all_made_again(loop: Loop) -> None:
+    """After they had been attached, as for the next fold, and by a function that makes a model to quantize of it."""
+    loop.attach()
+    loop.model = copy.deepcopy(loop.model)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    loop.train()
+
+
+@case
+def first_steps_of_another_model(loop: Loop) -> None:
+    """One that is not attached."""
+    loop.attach()
+    model, other = loop.model, nn.Linear(4, 1)
+    both = loop.optimizer, torch.optim.SGD(other.parameters(), lr=0.01)
+    for number, batch in enumerate(loop.loader):
+        loop.model, loop.optimizer = (model, both[0]) if number >= 4 else (other, both[1])
+        loop.learn(batch)
+        loop.session.step()
+
+
+@case
 def parameter_of_nothing_attached(loop: Loop) -> None:
     """As the temperature of soft actor-critic."""
     loop.own = torch.zeros(1, requires_grad=True)  # type: ignore[attr-defined]
@@ -485,6 +506,12 @@ def one_after_another(loop: Loop) -> Any:
     return schedulers.SequentialLR(loop.optimizer, parts, milestones=[5])
 
 
+def two_schedulers(loop: Loop) -> tuple[Any, dict[str, Any]]:
+    schedulers = torch.optim.lr_scheduler
+    warmup = schedulers.LinearLR(loop.optimizer, 0.1)
+    return warmup, {"scheduler": schedulers.ExponentialLR(loop.optimizer, 0.9)}
+
+
 class Schedule:
     """As of timm: no scheduler of torch's, but it has some."""
 
@@ -507,6 +534,7 @@ def wrapped_schedule(loop: Loop) -> tuple[Any, dict[str, Any]]:
 
 
 scheduled("scheduler_unattached", lambda loop: (torch.optim.lr_scheduler.StepLR(loop.optimizer, 10), {}))
+scheduled("second_scheduler_unattached", two_schedulers)
 scheduled("scheduler_made_after_restore", lambda loop: (None, {}))
 scheduled("scheduler_of_two", lambda loop: (both := one_after_another(loop), {"scheduler": both}))
 scheduled("scheduler_in_a_wrapper", wrapped_schedule)
