@@ -194,6 +194,29 @@ def test_optimizer_whose_tensors_share_memory_gets_a_copy_in_which_they_do() -> 
     assert training_state.storage_addresses(optimizer.state).isdisjoint(training_state.storage_addresses(saved))
 
 
+class Outer(torch.optim.Optimizer):
+    """Has no state of its own, and that of another optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer, with_init: bool) -> None:
+        self.inner = inner
+        if with_init:
+            super().__init__(inner.param_groups, {})
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("with_init", [True, False])
+def test_optimizer_inside_another_one_gets_copies(with_init: bool) -> None:
+    module = nn.Linear(2, 2)
+    target = Outer(stepped(module, momentum=0.5), with_init)
+    saved = stepped(nn.Linear(2, 2), momentum=0.9).state_dict()
+    training_state.load_attached({"it": target}, {"it": saved})
+    assert torch.equal(target.inner.state[module.weight]["momentum_buffer"], torch.ones(2, 2))
+    kept = training_state.storage_addresses(target.inner.state)
+    assert kept and kept.isdisjoint(training_state.storage_addresses(saved))
+
+
 def test_state_of_another_optimizer_is_refused() -> None:
     adam = stepped(nn.Linear(2, 2), torch.optim.Adam).state_dict()
     with pytest.raises(CheckpointError) as raised:

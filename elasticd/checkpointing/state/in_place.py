@@ -171,8 +171,7 @@ def _is_plain_module(module: torch.nn.Module) -> bool:
 
 def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer's `load_state_dict()` keeps the tensors of the state."""
-    is_usual = _underlying_function(optimizer.load_state_dict) is Optimizer.load_state_dict
-    return is_usual and not optimizer._optimizer_load_state_dict_pre_hooks
+    return training_state.loads_as_usual(optimizer) and not optimizer._optimizer_load_state_dict_pre_hooks
 
 
 def _underlying_function(method: Any) -> Any:

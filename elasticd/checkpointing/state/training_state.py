@@ -201,15 +201,16 @@ def load_attached(
 
 
 def _load_one(target: Any, state: Any, in_place: Collection[int]) -> None:
-    """Load a state whose tensors are mapped from a file: modules and optimizers copy them in place; other objects may
-    keep what they get, and get copies. Tensors in memory of their own are loaded as they are.
+    """Load a state whose tensors are mapped from a file: modules and optimizers copy them in place; other objects, and
+    optimizers that load in a way of their own, as for one inside them, may keep what they get, and get copies. Tensors
+    in memory of their own are loaded as they are.
     """
     mapped = storage_addresses(state) - set(in_place)
     if isinstance(target, Module):
         target.load_state_dict(with_compiled_keys(state, target))
         if mapped.isdisjoint(storage_addresses(target.state_dict())):
             return
-    elif isinstance(target, Optimizer):
+    elif isinstance(target, Optimizer) and loads_as_usual(target):
         before, settings = dict(target.state), [list(group) for group in target.param_groups]
         target.load_state_dict(state)
         check_optimizer_class(target, settings)
@@ -222,14 +223,24 @@ def _load_one(target: Any, state: Any, in_place: Collection[int]) -> None:
     target.load_state_dict(with_compiled_keys(_deep_copy(state), target))
 
 
+def loads_as_usual(optimizer: torch.optim.Optimizer) -> bool:
+    """True if its `load_state_dict()` is torch's; it may be a wrapper that has not called torch's `__init__`."""
+    load: Any = optimizer.load_state_dict
+    return getattr(load, "__func__", load) is Optimizer.load_state_dict
+
+
 def check_optimizer_class(optimizer: torch.optim.Optimizer, before: list[list[str]]) -> None:
     """Raises CheckpointError where it has loaded the state of an optimizer of another class: its next step would be a
     KeyError. `before` are the names of each group's settings.
     """
     groups = zip(before, optimizer.param_groups, strict=True)
-    defaults = getattr(optimizer, "defaults", {})  # a wrapper may be one without having called its __init__
     missing = sorted(
-        {setting for names, group in groups for setting in names if setting in defaults and setting not in group}
+        {
+            setting
+            for names, group in groups
+            for setting in names
+            if setting in optimizer.defaults and setting not in group
+        }
     )
     if missing:
         state_names = sorted({str(name) for values in optimizer.state.values() for name in values})
