@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch.amp import GradScaler
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -125,6 +125,8 @@ class Omissions:
             self._check_optimizers(stepped, number)
         if number < ERROR_STEPS:
             self._check_trained(stepped, number)
+        if number == LOOKS:
+            self._check_kept()
         if number % LOOK_EVERY < LOOKS:
             self._check_samplers(number)
         if number % LOOK_EVERY == 0:
@@ -210,6 +212,18 @@ class Omissions:
                 "trained: no checkpoint would hold the training. Attach what the loop trains, after it has been made",
                 is_error=self._context.parent is None,
             )
+
+    def _check_kept(self) -> None:
+        """What an optimizer keeps for parameters or modules elsewhere than in its `state`, as public code of KFAC."""
+        if any(not isinstance(obj, _KINDS_OF_TORCH) for obj in self._all_attached()):
+            return  # another object may save it
+        for name, obj in self._optimizers().items():
+            usual = vars(obj) if type(obj).state_dict is Optimizer.state_dict else {}
+            for attribute in (key for key, value in usual.items() if key != "state" and _has_tensors_by_object(value)):
+                self._warn_once(
+                    f"{name} keeps tensors in {attribute}, which its state_dict() lacks: after a restart they would "
+                    "begin anew. Keep them in its `state`, or attach an object that saves them"
+                )
 
     def _is_saved_by_another(self, optimizer: Any) -> bool:
         """True if something else that is attached, such as a wrapper, saves the optimizer's state."""
@@ -473,6 +487,13 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 def _trained_parameters(optimizers: list[Any]) -> Iterator[torch.Tensor]:
     return (parameter for obj in optimizers for group in obj.param_groups for parameter in group["params"])
+
+
+def _has_tensors_by_object(value: Any) -> bool:
+    """It has tensors, beside parameters, for each parameter or module."""
+    kept = value.items() if isinstance(value, dict) else ()
+    of_objects = [each for key, each in kept if isinstance(key, (Module, torch.Tensor))]
+    return any(not isinstance(tensor, Parameter) for tensor in training_state.tensors(of_objects))
 
 
 def _nested_schedulers(scheduler: Any) -> Iterator[Any]:

@@ -640,6 +640,27 @@ class Outer(torch.optim.Optimizer):
 usual("optimizer_inside_another_one", optimizer(Outer))
 
 
+class Curved(torch.optim.SGD):
+    """Keeps a moment of each layer's gradients by the layer, or by the parameter in its state."""
+
+    def __init__(self, model: nn.Module, in_state: bool) -> None:
+        super().__init__(model.parameters(), lr=0.01)
+        self.layers, self.in_state, self.moments = {model: model.weight}, in_state, dict[Any, Any]()
+
+    def step(self, closure: Any = None) -> Any:
+        for layer in self.layers:
+            moment: Any = layer.weight.grad.square()  # type: ignore[operator,union-attr]
+            if self.in_state:
+                self.state[layer.weight]["moment"] = moment
+            else:
+                self.moments[layer] = moment
+        return super().step(closure)
+
+
+usual("moments_beside_the_state", lambda loop: setattr(loop, "optimizer", Curved(loop.model, in_state=False)))
+usual("moments_in_the_state", lambda loop: setattr(loop, "optimizer", Curved(loop.model, in_state=True)))
+
+
 @case
 def both_optimizers_attached(loop: Loop) -> None:
     loop.optimizer = outer = Outer(loop.model.parameters())
