@@ -62,6 +62,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     "scheduler": (lambda each: each["scheduler"].step(), ["scheduler"]),
     "chained": (lambda each: each["chained"].step(), ["chained"]),
     "lr": (lambda each: each["optimizer"].param_groups[0].update(lr=0.5), ["optimizer"]),
+    "weight decay": (lambda each: each["optimizer"].param_groups[0].update(weight_decay=0.5), ["optimizer"]),
+    "tensor": (lambda each: each["optimizer"].param_groups[0].update(lr=torch.ones(2)), ["optimizer"]),
     "weights": (lambda each: each["model"][0].weight.data.clamp_(0.0, 0.0), ["model"]),
     "one embedding": (lambda each: each["model"][0].weight.data[0].zero_(), ["model"]),
     "other memory": (lambda each: setattr(each["model"][0].weight, "data", torch.ones(4, 4)), ["model"]),
@@ -80,6 +82,66 @@ def test_change_is_found_by_name(change: str) -> None:
     act, names = CHANGES[change]
     act(attached)
     assert changes.find_changed() == names
+
+
+def add_to(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        (lambda model, _: model[1].weight, "model"),
+        (lambda model, _: model[1].running_mean, "a buffer of model"),
+        (lambda model, optimizer: optimizer.state[model[1].weight]["exp_avg"], "optimizer"),
+    ],
+)
+def test_change_of_any_tensor_is_found_where_all_are_looked_at(what: Callable[..., torch.Tensor], name: str) -> None:
+    attached = objects()
+    model, optimizer = attached["model"], attached["optimizer"]
+    model(torch.ones(4, 4)).sum().backward()
+    optimizer.step()
+    changes = LateChanges(attached)
+    for looks_at_all in (True, False):
+        changes.commit(looks_at_all)
+        assert changes.find_changed() == []
+        add_to(what(model, optimizer))
+        assert changes.find_changed() == [name] * looks_at_all
+
+
+def test_optimizer_that_has_begun_anew_is_changed() -> None:
+    attached = objects()
+    attached["model"](torch.ones(4, 4)).sum().backward()
+    attached["optimizer"].step()
+    changes = LateChanges(attached)
+    changes.commit(looks_at_all=True)
+    attached["optimizer"].state.clear()
+    assert changes.find_changed() == ["optimizer"]
+
+
+def test_forward_pass_may_change_buffers() -> None:
+    """Where the next batch is asked for only after it."""
+    attached = objects()
+    end, _ = step_end(attached)
+    for step in range(1, 9):
+        end.commit(step, is_saved=True, ends_epoch=False)
+        attached["model"](torch.ones(4, 4))
+        assert end.on_step_begin(is_certain=True) == ""
+
+
+def test_late_change_of_some_tensors_is_saved_again_once() -> None:
+    """Each save is like that: saving twice each time would help nobody."""
+    attached = objects()
+    end, _ = step_end(attached, first_step=9)
+    again = []
+    for step in range(10, 60):
+        is_saved = step % 10 == 0 or step - 1 in again
+        end.commit(step, is_saved=is_saved, ends_epoch=False)
+        add_to(attached["model"][1].bias)
+        end.on_step_begin(is_certain=True)
+        again += [step] * bool(end.why_save_again())
+    assert again == [10]
 
 
 def test_weights_that_were_averages_during_an_evaluation_are_not_changed() -> None:
@@ -127,6 +189,9 @@ class Donor:
     def commit_late_changes(self, is_changed: bool, is_epoch_tail: bool) -> bool:
         self.calls.append("tail" if is_epoch_tail else is_changed)
         return self.has_drawn
+
+    def is_in_step(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.calls.append("closed")

@@ -166,7 +166,7 @@ class Donor:
         self._keeps_objects = keeps_objects
         self._launch = launch or NoLaunchChannel()
         self._context, self._attached = context, attached
-        self._is_in_step = is_in_step
+        self.is_in_step = is_in_step
         self._pid = os.getpid()
         self._lock = threading.Lock()
         """Held from the optimizer's pre-step hook to the commit, and by a thread that saves."""
@@ -515,7 +515,7 @@ class Donor:
         has_raised = hasattr(sys, "last_value")
         # A script that catches the exception and calls sys.exit() leaves no other trace of it. It may also have ended
         # as usual, after an evaluation: then nothing is wrong if this saves nothing.
-        if has_raised or self._is_in_step():
+        if has_raised or self.is_in_step():
             self._is_silent = not has_raised
             self.on_script_failure()
         self.close()

@@ -6,6 +6,9 @@ what follows the loop over its batches.
 
 A step begins where its batch is asked for. Where nothing attached is asked, it begins at the optimizer's step at the
 latest, and what changes before that may also belong to the new step.
+
+At most steps a few tensors are looked at. All of them are where much depends on it: at steps that are saved, at the end
+of an epoch, and in the first steps.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp import GradScaler
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from elasticd.checkpointing.at_fault import step_files
+from elasticd.checkpointing.at_fault.step_record import PIECE_BYTES
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import RandomState, local_part
 from elasticd.errors import CheckpointRefused, Reason
@@ -53,6 +58,8 @@ class BetweenSteps:
         self._step = self._count = 0
         self._in_a_row = 0
         """Steps after which something has changed."""
+        self._was_save_changed = self._must_save_again = False
+        """The last step that was saved has been changed afterwards; it has to be saved again."""
         self.changed: list[str] = []
         self.has_begun = True
         """The next step."""
@@ -64,7 +71,8 @@ class BetweenSteps:
     def commit(self, step: int, is_saved: bool, ends_epoch: bool) -> None:
         self._step, self.is_saved = step, is_saved
         self._count += 1
-        self._changes.commit()
+        is_early = self._count <= STEPS_BEFORE_REFUSAL or self._count & (self._count - 1) == 0
+        self._changes.commit(is_saved or ends_epoch or is_early)
         self._ends_epoch = ends_epoch
         self._random_state = training_state.random_state(self._device) if self._ends_epoch else None
         self.has_begun = False
@@ -77,7 +85,7 @@ class BetweenSteps:
         """The script saves. `is_next_epoch`: as of the next epoch's beginning, so no rest of this one is repeated."""
         self.is_saved = True
         self._ends_epoch = self._ends_epoch and not is_next_epoch
-        self._changes.commit()
+        self._changes.commit(looks_at_all=True)
 
     def is_changed(self) -> bool:
         """Since the last commit or save."""
@@ -95,16 +103,21 @@ class BetweenSteps:
         checkpoint would hold the last change.
         """
         self.has_begun = True
-        changed = self._changes.find_changed()
+        changed = self._changes.find_changed(has_sent=self._donor.is_in_step())
         self.changed = [name for name in changed if is_certain or name in self._changes.untrained]
         if is_certain and self._donor.commit_late_changes(
             bool(changed) or self._changes.has_counted_changes(), self._ends_epoch
         ):
             self.changed.append("the random state")
+        self._must_save_again = False
         if not self.changed or self._ends_epoch or self._changes.is_of_framework:
             self._in_a_row = 0
+            self._was_save_changed = self._was_save_changed and not self.is_saved
             return ""
         self._in_a_row += 1
+        if self.is_saved:
+            self._must_save_again = self._in_a_row == 1 and not self._was_save_changed
+            self._was_save_changed = True
         what = (
             f"{' and '.join(self.changed)} changed after session.step() of step {self._step} and before the next step: "
             "what that call saves lacks the change, and so does a run that resumes from it. Move session.step() below "
@@ -126,13 +139,11 @@ class BetweenSteps:
 
     def why_save_again(self) -> Reason:
         """The reason to save again, for a script that changes something late now and then, "" if there is none."""
-        return f"step {self._step} was saved before a change" if self.is_saved and self._in_a_row == 1 else ""
+        return f"step {self._step} was saved before a change" if self._must_save_again else ""
 
 
 class LateChanges:
-    """Changes of the attached objects: a sample of modules' tensors, without buffers, since a forward pass changes
-    them.
-    """
+    """Changes of the attached objects."""
 
     def __init__(self, attached: Mapping[str, Any]) -> None:
         self._looks: dict[str, ReadState] = {}
@@ -152,6 +163,7 @@ class LateChanges:
         """Names of those that no script changes at the beginning of a step, after it has asked for the batch."""
         self.untrained = self.certain - _trained_modules(attached)
         """Those that no script changes before its optimizer's step."""
+        self._tensors = AllTensors({} if self.is_of_framework else attached)
         self._kept: dict[str, Any] = {}
         self._count = 0
 
@@ -161,7 +173,7 @@ class LateChanges:
         if isinstance(obj, Module):
             return self._module_reader(obj)
         if isinstance(obj, Optimizer):
-            return lambda: [group.get("lr") for group in obj.param_groups]
+            return lambda: [list(group.values()) for group in obj.param_groups]
         if _is_scheduler(obj):
             nested = [obj, *getattr(obj, "_schedulers", ())]
             return lambda: [getattr(scheduler, "last_epoch", None) for scheduler in nested]
@@ -172,17 +184,19 @@ class LateChanges:
         self._own.add(name)
         return lambda: _pickled_state(obj)
 
-    def commit(self) -> None:
+    def commit(self, looks_at_all: bool = False) -> None:
         """The state is that of a step."""
         if self._count == LOOKS_AT_SLOW_OBJECTS:
             self._drop_slow_readers()
         self._kept = {name: read_state() for name, read_state in self._looks.items()}
         self._counters = [tensor._version for tensor in self._sample]
+        self._tensors.commit(looks_at_all)
         self._count += 1
 
-    def find_changed(self) -> list[str]:
-        """The names of what has changed since."""
-        return [name for name, before in self._kept.items() if self._looks[name]() != before]
+    def find_changed(self, has_sent: bool | None = None) -> list[str]:
+        """The names of what has changed since; `has_sent`: see `AllTensors`."""
+        changed = [name for name, before in self._kept.items() if not _is_equal(self._looks[name](), before)]
+        return [*changed, *(name for name in self._tensors.find_changed(has_sent) if name not in changed)]
 
     def has_counted_changes(self) -> bool:
         """Changes of parameters since, also of those that have their values back."""
@@ -204,6 +218,44 @@ class LateChanges:
             self._looks[name]()
             if time.perf_counter() - start > MAX_LOOK_S:
                 del self._looks[name]
+
+
+class AllTensors:
+    """A piece of each tensor of the attached modules and optimizers."""
+
+    def __init__(self, attached: Mapping[str, Any]) -> None:
+        self._modules = {name: obj for name, obj in attached.items() if isinstance(obj, Module)}
+        self._optimizers = {name: obj for name, obj in attached.items() if isinstance(obj, Optimizer)}
+        self._sending = {name: obj for name, obj in self._modules.items() if _does_forward_send(obj)}
+        """Modules whose forward passes send something to the other ranks if they may change a buffer."""
+        self._parameters: dict[str, list[torch.Tensor]] = {}
+        """Those of a module at a commit: one that shards them may have other ones later."""
+        self._kept: dict[str, list[Any]] = {}
+        """What was seen at a commit; empty if they were not looked at."""
+
+    def commit(self, looks: bool) -> None:
+        modules = self._modules.items() if looks else ()
+        self._parameters = {name: list(map(local_part, module.parameters())) for name, module in modules}
+        self._kept = self._look(self._modules) if looks else {}
+
+    def find_changed(self, has_sent: bool | None) -> list[str]:
+        """The names since the commit, and of modules' buffers.
+
+        `has_sent`: this rank has sent something since, so that there may have been a forward pass, which changes
+        buffers; None: there has been none.
+        """
+        modules = self._modules if has_sent is None else {} if has_sent else self._sending
+        now = self._look(modules) if self._kept else {}
+        return [name for name, pieces in now.items() if pieces != self._kept.get(name)]
+
+    def _look(self, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """At parameters, optimizers' states, and the buffers of these modules."""
+        tensors = dict(self._parameters)
+        for name, optimizer in self._optimizers.items():
+            tensors[name] = list(map(local_part, training_state.tensors(list(optimizer.state.values()))))
+        for (name, _), (holder, key) in step_files.buffer_places(modules):
+            tensors.setdefault(f"a buffer of {name}", []).append(holder[key])
+        return {name: list(map(_piece, parts)) for name, parts in tensors.items()}
 
 
 class RestoredModules:
@@ -244,6 +296,39 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
 
 
+def _does_forward_send(module: Module) -> bool:
+    wrapper = training_state.find_ddp(module)
+    return wrapper is not None and bool(wrapper.broadcast_buffers)
+
+
+def _piece(tensor: torch.Tensor) -> Any:
+    """A piece of a tensor's memory; of one elsewhere than in the host's memory its counter of changes."""
+    if tensor.is_inference():
+        return None
+    if (
+        type(tensor) not in (Parameter, torch.Tensor)
+        or tensor.layout is not torch.strided
+        or tensor.device.type != "cpu"
+    ):
+        return tensor._version
+    size = tensor.nbytes if tensor.is_contiguous() else _bytes_in_storage(tensor)
+    length = min(size, PIECE_BYTES)
+    return ctypes.string_at(tensor.data_ptr() + (size - length) // 2, length)
+
+
+def _bytes_in_storage(tensor: torch.Tensor) -> int:
+    """The bytes from a tensor's address on that are its own."""
+    size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    return max(int(min(size, tensor.nbytes)), 0)
+
+
+def _is_equal(now: Any, before: Any) -> bool:
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError):  # of an array or a tensor that is another one, in the settings of an optimizer
+        return False
+
+
 def _is_of_framework(attached: Mapping[str, Any]) -> bool:
     return any(type(obj).__module__.startswith(_INTEGRATIONS_PREFIX) for obj in attached.values())
 
@@ -267,8 +352,7 @@ def _pieces_reader(parameter: torch.Tensor) -> ReadState:
     def look() -> list[bytes]:
         nonlocal known, pieces
         if (start := parameter.data_ptr()) != known:
-            size = parameter.untyped_storage().nbytes() - parameter.storage_offset() * parameter.itemsize
-            size = int(min(size, parameter.nbytes))
+            size = _bytes_in_storage(parameter)
             length = min(size, _SAMPLED_PIECE_BYTES)
             known, pieces = start, {(start + skipped, length) for skipped in (0, (size - length) // 2, size - length)}
         return [ctypes.string_at(*piece) for piece in pieces]

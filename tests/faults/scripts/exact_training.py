@@ -300,6 +300,12 @@ def lr_by_hand_late(job: Script) -> None:
     job.after.append(lambda: job.optimizer.param_groups[0].update(lr=0.01 / (1 + job.session.steps)))
 
 
+@kind
+def weight_decay_by_hand_late(job: Script) -> None:
+    job.ddp()
+    job.after.append(lambda: job.optimizer.param_groups[0].update(weight_decay=0.1 * (1 + job.session.steps)))
+
+
 # --- averaged, clipped and other weights ------------------------------------------------------------------------------
 
 
@@ -491,6 +497,74 @@ def zeroed_at_top(job: Script) -> None:
 def zeroed_in_place(job: Script) -> None:
     job.ddp()
     job.zero_at_top, job.to_none = True, False
+
+
+@kind
+def layer_clamped_late_now_and_then(job: Script) -> None:
+    """Neither the first nor the last parameter."""
+    job.ddp()
+
+    def clamp_layer() -> None:
+        if job.session.steps % 4 == 0:
+            with torch.no_grad():
+                job.net[0].bias.mul_(0.5)
+
+    job.after.append(clamp_layer)
+
+
+@kind
+def moments_late_now_and_then(job: Script) -> None:
+    """As of an optimizer that estimates a second moment by a backward pass of its own."""
+    job.ddp()
+
+    def estimate() -> None:
+        if job.session.steps % 4 == 0:
+            for each in job.net.parameters():
+                job.optimizer.state[each]["exp_avg_sq"].mul_(0.5)
+
+    job.after.append(estimate)
+
+
+@kind
+def moments_reset_in_a_saved_tail(job: Script) -> None:
+    """As where low-rank factors are added to the weights and begin anew: ReLoRA."""
+    job.ddp()
+
+    def begin_anew() -> None:
+        with torch.no_grad():
+            job.net[2].weight.mul_(1.1)
+        job.optimizer.state[job.net[2].weight] = {}
+        job.session.save()
+
+    job.tail.append(begin_anew)
+
+
+class Tempered(nn.Linear):
+    temperature: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(16, 1)
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.temperature
+
+    def cool(self) -> None:
+        self.temperature.mul_(0.97)
+
+
+@kind
+def buffer_after_step(job: Script) -> None:
+    job.net = Tempered()
+    job.ddp()
+    job.after.append(job.net.cool)
+
+
+@kind
+def buffer_in_a_saved_tail(job: Script) -> None:
+    job.net = Tempered()
+    job.ddp()
+    job.tail += [job.net.cool, job.session.save]
 
 
 @kind
