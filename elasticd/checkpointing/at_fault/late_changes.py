@@ -311,13 +311,13 @@ def _piece(tensor: torch.Tensor) -> Any:
         or tensor.device.type != "cpu"
     ):
         return tensor._version
-    size = tensor.nbytes if tensor.is_contiguous() else _bytes_in_storage(tensor)
+    size = _bytes_in_storage(tensor)
     length = min(size, PIECE_BYTES)
     return ctypes.string_at(tensor.data_ptr() + (size - length) // 2, length)
 
 
 def _bytes_in_storage(tensor: torch.Tensor) -> int:
-    """The bytes from a tensor's address on that are its own."""
+    """The bytes from a tensor's address on that are its own: none of one that a module has given back meanwhile."""
     size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
     return max(int(min(size, tensor.nbytes)), 0)
 
