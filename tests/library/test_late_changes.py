@@ -121,6 +121,16 @@ def test_memory_that_is_given_back_is_not_read() -> None:
     assert changes.find_changed() == ["model"]
 
 
+def test_wrapper_around_an_optimizer_needs_no_state() -> None:
+    """It is one of torch's without having called its `__init__`."""
+    attached = objects()
+    wrapper = object.__new__(type("Wrapper", (torch.optim.Optimizer,), {}))
+    wrapper.param_groups = attached["optimizer"].param_groups
+    changes = LateChanges({**attached, "optimizer": wrapper})
+    changes.commit(looks_at_all=True)
+    assert changes.find_changed() == []
+
+
 def test_optimizer_that_has_begun_anew_is_changed() -> None:
     attached = objects()
     attached["model"](torch.ones(4, 4)).sum().backward()

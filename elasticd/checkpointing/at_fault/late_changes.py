@@ -252,7 +252,8 @@ class AllTensors:
         """At parameters, optimizers' states, and the buffers of these modules."""
         tensors = dict(self._parameters)
         for name, optimizer in self._optimizers.items():
-            tensors[name] = list(map(local_part, training_state.tensors(list(optimizer.state.values()))))
+            kept = list(getattr(optimizer, "state", {}).values())  # a wrapper need not have one
+            tensors[name] = list(map(local_part, training_state.tensors(kept)))
         for (name, _), (holder, key) in step_files.buffer_places(modules):
             tensors.setdefault(f"a buffer of {name}", []).append(holder[key])
         return {name: list(map(_piece, parts)) for name, parts in tensors.items()}
