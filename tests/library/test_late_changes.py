@@ -124,7 +124,7 @@ def test_memory_that_is_given_back_is_not_read() -> None:
 def test_wrapper_around_an_optimizer_needs_no_state() -> None:
     """It is one of torch's without having called its `__init__`."""
     attached = objects()
-    wrapper = object.__new__(type("Wrapper", (torch.optim.Optimizer,), {}))
+    wrapper: Any = object.__new__(type("Wrapper", (torch.optim.Optimizer,), {}))
     wrapper.param_groups = attached["optimizer"].param_groups
     changes = LateChanges({**attached, "optimizer": wrapper})
     changes.commit(looks_at_all=True)
