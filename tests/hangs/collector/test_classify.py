@@ -180,6 +180,16 @@ def test_place_without_script_frames() -> None:
     assert script_place(stack(f"f {TORCH}/_tensor.py:7")) == "_tensor.py:7 f"
 
 
+def test_script_that_is_an_installed_package() -> None:
+    """Its threads may issue collectives, too; those of other packages serve it."""
+    packages = f"{PYTHON}/site-packages"
+    train = f"fetch {packages}/trainer/data.py:5", f"<module> {packages}/trainer/__main__.py:9"
+    main = stack(f"readinto {PYTHON}/socket.py:720", f"send {packages}/requests/sessions.py:7", *train)
+    assert script_place(main) == "data.py:5 fetch"
+    assert not only_first_runs_script([main, stack(f"save {packages}/trainer/checkpoint.py:5", *THREAD)])
+    assert only_first_runs_script([main, stack(f"send {packages}/metrics/sender.py:5", *THREAD)])
+
+
 @pytest.mark.parametrize("name", [name for name, what in EXPECTED.items() if what in ("ignored", "counts")])
 def test_main_thread_is_alone(name: str) -> None:
     assert only_first_runs_script([stack(*SCRIPT), stack(*STACKS[name])]) is (EXPECTED[name] == "ignored")

@@ -8,7 +8,7 @@ the script's own code is elsewhere. A rule names the file, too: a script may use
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.hangs.stacks import PACKAGES_PATTERN, STDLIB_PATTERN, Frame
@@ -180,9 +180,13 @@ def only_first_runs_script(threads: Sequence[Sequence[Frame]]) -> bool:
     """No thread but the first one runs code of the script, which could end the wait of this rank or of others.
 
     Nor will one: a timer, an event loop or a pool's result handler has frames of Python only until it calls the script.
-    torch's own threads may issue collectives, too: one that saves a distributed checkpoint in the background does.
+    torch's own threads may issue collectives, too: one that saves a distributed checkpoint in the background does. The
+    script may be an installed package, so the packages that the first thread runs count as the script's code.
     """
-    return bool(threads) and all(map(_never_calls_script, threads[1:]))
+    if not threads:
+        return False
+    script_packages = {frame.library for frame in threads[0]}.difference(_TRANSPARENT_LIBRARIES)
+    return all(_never_calls_script(frames, script_packages) for frames in threads[1:])
 
 
 def is_loading(frames: Sequence[Frame]) -> bool:
@@ -190,11 +194,11 @@ def is_loading(frames: Sequence[Frame]) -> bool:
     return any(_IMPORT_FILES.search(frame.file) is not None for frame in frames)
 
 
-def _never_calls_script(frames: Sequence[Frame]) -> bool:
+def _never_calls_script(frames: Sequence[Frame], script_packages: Collection[str]) -> bool:
     libraries = {frame.library for frame in frames}
     if any(frame.path_in_library.startswith("torch/distributed/") for frame in frames):
         return False
-    return "" not in libraries and (
+    return libraries.isdisjoint({"", *script_packages}) and (
         libraries != {"python"} or any(_WORK_QUEUE_FILES.search(frame.file) for frame in frames)
     )
 
@@ -214,7 +218,11 @@ def script_function(frames: Sequence[Frame]) -> str:
 
 
 def _script_frame(frames: Sequence[Frame]) -> Frame:
-    return next((frame for frame in frames if not frame.library), frames[0])
+    """The innermost one of the script's own code; where the script is an installed package, that is the outermost
+    package."""
+    packages = (frame.library for frame in reversed(frames) if frame.library not in _TRANSPARENT_LIBRARIES)
+    script = "" if any(not frame.library for frame in frames) else next(packages, None)
+    return next((frame for frame in frames if frame.library == script), frames[0])
 
 
 def _matches(rule: _Rule, frame: Frame) -> bool:
