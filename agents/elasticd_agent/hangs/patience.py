@@ -48,7 +48,7 @@ class LimitRule:
 LIMIT_RULES: Mapping[HangEvidence, LimitRule] = {
     "proven": LimitRule(5.0, "at once", "ranks wait for each other, or for one that has left: this never resolves"),
     "gil": LimitRule(15.0, "at once", "native code keeps the GIL without CPU or I/O: rarely legitimate"),
-    "loading": LimitRule(60.0, "if cheap", "an import or a page fault keeps the GIL, too: a file server may be away"),
+    "loading": LimitRule(60.0, "if cheap", "an import, a read or a page fault keeps it: a file server may be away"),
     "alike": LimitRule(60.0, "at once", "all wait alike, and no byte moves: links flap, a new communicator takes long"),
     "device": LimitRule(60.0, "at once", "a long kernel looks the same", floor_applies=False),
     "unrecorded": LimitRule(60.0, "at ceiling", "another thread or program, or an unrecorded group, may end it"),

@@ -44,6 +44,7 @@ def test_facts_of_waiting_process(worker: StartWorker, tmp_path: Path, until: Un
     assert "SigCgt" in rank.proc["status"]
     if platform.machine() in ("x86_64", "aarch64"):
         assert rank.call == f"read of {pipe}"
+        assert facts.may_wait_for_file(pid, str(pid))  # a file system of FUSE waits like this for its program
 
 
 def test_facts_of_ended_process() -> None:

@@ -32,23 +32,26 @@ _SWITCH_FIELDS = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 # descriptor.
 _SYSCALL_NAMES = {
     "x86_64": {
-        0: "read", 1: "write", 7: "poll", 16: "ioctl", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev",
-        23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg",
-        47: "recvmsg", 61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 202: "futex",
-        230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 262: "newfstatat", 270: "pselect6",
-        271: "ppoll", 281: "epoll_pwait", 288: "accept4",
+        0: "read", 1: "write", 2: "open", 4: "stat", 7: "poll", 16: "ioctl", 17: "pread64", 18: "pwrite64",
+        19: "readv", 20: "writev", 23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto",
+        45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync",
+        75: "fdatasync", 202: "futex", 217: "getdents64", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid",
+        257: "openat", 262: "newfstatat", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4",
+        332: "statx",
     },
     "aarch64": {
-        22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 63: "read", 64: "write", 65: "readv",
-        66: "writev", 67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 79: "newfstatat", 82: "fsync",
-        83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept",
-        203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
+        22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 61: "getdents64", 63: "read",
+        64: "write", 65: "readv", 66: "writev", 67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll",
+        79: "newfstatat", 82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep",
+        115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg",
+        212: "recvmsg", 242: "accept4", 260: "wait4", 291: "statx",
     },
 }  # fmt: skip
 _FD_SYSCALLS = (
     "read", "write", "ioctl", "pread64", "pwrite64", "readv", "writev", "connect", "accept", "accept4", "sendto",
-    "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync", "fdatasync", "epoll_wait", "epoll_pwait",
+    "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync", "fdatasync", "getdents64", "epoll_wait", "epoll_pwait",
 )  # fmt: skip
+_PATH_SYSCALLS = ("open", "openat", "stat", "newfstatat", "statx")
 
 
 def process_facts(pid: int) -> dict[str, Any]:
@@ -100,7 +103,11 @@ def wchan(pid: int) -> str:
 
 def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
     """The system call the main thread is in, with what its descriptor points to."""
-    fields = _read_text(f"/proc/{pid}/syscall").split()
+    return _parse_syscall(_read_text(f"/proc/{pid}/syscall"), fds)
+
+
+def _parse_syscall(text: str, fds: Mapping[str, str]) -> dict[str, Any]:
+    fields = text.split()
     if len(fields) < 2 or not fields[0].isdecimal():
         return {}
     number = int(fields[0])
@@ -113,10 +120,16 @@ def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
 
 
 def may_wait_for_file(pid: int, tid: str) -> bool:
-    """True if the thread is blocked in the kernel, or sleeps outside of any system call: it waits for a page."""
+    """True if the thread is blocked in the kernel, sleeps outside of any system call, where it waits for a page, or is
+    in a system call on a file: a program that serves a file system (FUSE) is waited for in an ordinary sleep."""
     at = f"/proc/{pid}/task/{tid}"
     state = _read_text(f"{at}/stat").rpartition(")")[2].strip()[:1]
-    return state == "D" or _read_text(f"{at}/syscall").startswith("-1 ")
+    text = _read_text(f"{at}/syscall")
+    if state == "D" or text.startswith("-1 "):
+        return True
+    call = _parse_syscall(text, procfs.fd_targets(pid))
+    target = str(call.get("target", ""))
+    return call.get("name") in _PATH_SYSCALLS or (target.startswith("/") and not target.startswith("/dev/"))
 
 
 def is_in_output_write(facts: dict[str, Any]) -> bool:
