@@ -270,6 +270,30 @@ def test_work_that_torch_never_ends_is_ended_once(
     assert isinstance(waits, Hang) and waits.kills_group, "torch would end it"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"function": "store.wait"},
+        {"function": "store.wait", "groups": (GroupTail(DEFAULT_GROUP_NAME, 4211, 0, (), "gloo", in_job=True),)},
+        {"where": "init", "function": "rendezvous"},
+    ],
+    ids=str,
+)
+def test_wait_with_a_time_of_its_own_has_no_group_timeout(changes: dict[str, object]) -> None:
+    """Rank 1 prepares data for hours, and rank 0 waits for its key in a store, or for another program."""
+    waits, works = replace(WAITS, **changes), replace(SLEEPS, cpu_s=2.0)  # type: ignore[arg-type]
+
+    def at(seconds: float, *, can_restart: bool) -> hang.Judgement:
+        ranks = (replace(rank, timeout_s=600.0) for rank in aged(seconds, waits, works))
+        return judge([report(*ranks)], ["a"], Policy(), can_restart=can_restart)
+
+    assert isinstance(at(1799, can_restart=True), SuspectedHang)
+    for can_restart in (True, False):
+        found = at(1801, can_restart=can_restart)
+        assert isinstance(found, Hang)
+        assert found.kills_group == can_restart
+
+
 def test_ranks_that_all_compute_are_not_called_idle() -> None:
     loops = [replace(SLEEPS, rank=rank, slot=rank, cpu_s=2.0) for rank in range(2)]
     verdict = hang_of([report(*aged(1801.0, *loops))], ["a"], POLICY)

@@ -102,6 +102,12 @@ class RankState:
         return guessed and not any(tail.pending for tail in report.groups)
 
     @property
+    def torch_ends_wait(self) -> bool:
+        """It waits for other ranks, for as long as its process group's timeout lets it. The wait for a key of a store,
+        for a library or for another program has a time of its own."""
+        return self.report.where in ("collective", "init") and not (self.wait_is_guessed or self.waits_for_unknown)
+
+    @property
     def has_only_job_groups(self) -> bool:
         """It has no group with members of another program, as far as it is known."""
         return all(tail.in_job for tail in self.report.groups)

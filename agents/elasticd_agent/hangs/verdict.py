@@ -220,7 +220,7 @@ class _Case:
         if self.policy.slow_ceiling_s is not None:
             return self.policy.slow_ceiling_s
         timeout_s = max(rank.report.timeout_s for rank in self.live)
-        if timeout_s and any(rank.report.where == "collective" for rank in self.live):
+        if timeout_s and any(rank.report.where == "collective" and rank.torch_ends_wait for rank in self.live):
             return timeout_s + TIMEOUT_GRACE_S
         return max(timeout_s, DEFAULT_SLOW_CEILING_S)
 
@@ -231,9 +231,9 @@ class _Case:
         Else nothing but a kill would end it, and it may compute, as in a long evaluation: it is ended once, but not
         again without a step more, and not where that would be the end of the job.
         """
-        waits = any(rank.report.where in ("collective", "init") for rank in self.live)
+        torch_ends = any(rank.torch_ends_wait for rank in self.live)
         futile = any(self.step <= killed.last_step for killed in self.kills.values())
-        return self.policy.slow_ceiling_s is not None or waits or (self.can_restart and not futile)
+        return self.policy.slow_ceiling_s is not None or torch_ends or (self.can_restart and not futile)
 
     @cached_property
     def ranks_of_suspended_nodes(self) -> list[RankState]:
