@@ -100,6 +100,23 @@ def test_ranks_that_are_all_stopped_do_not_grow_older(watch: GroupObserver, writ
     assert watch.observe(133.0).ranks[0].idle_s == before.idle_s + 1.0
 
 
+def test_ranks_that_are_continued_one_after_the_other(tmp_path: Path) -> None:
+    """The last one is no rank that is stopped while others run, until it has been that for a while."""
+    files = [tmp_path / f"beat-{rank}" for rank in (0, 1)]
+    for file in files:
+        beat.create(file)
+    watch = GroupObserver(1, [(0, 0), (1, 1)], files, [tmp_path / f"notes-{rank}" for rank in (0, 1)])
+    watch.set_processes([1, 2], 0)
+    watch.read_usage = lambda pids, port: {}
+    stopped = {1, 2}
+    watch.read_state = lambda pid: "T" if pid in stopped else "S"
+    ages = [watch.observe(100.0 + at).ranks[1].stopped_s for at in range(31)]
+    stopped.remove(1)
+    ages += [watch.observe(131.0 + at / 4).ranks[1].stopped_s for at in range(3)]
+    watch.close()
+    assert ages[-4:] == [30.0, 0.0, 0.25, 0.5]
+
+
 def test_rank_that_is_stopped_for_a_part_of_each_moment_runs(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     """As by cpulimit: each look may find it stopped, and its heartbeat shows that it ran in between."""
     watch.read_state = lambda pid: "T"

@@ -197,6 +197,7 @@ class GroupObserver:
     event_readers: list[WorkerEventReader] = field(default_factory=list)
     _ages: list[_Ages] = field(default_factory=list)
     _own_bytes: list[_BytesWithoutDumps] = field(default_factory=list)
+    _suspended: bool = False
     _store_ages: _Ages = field(default_factory=_Ages)
     _last_look: float | None = None
     _observed_s: float = 0.0
@@ -250,7 +251,10 @@ class GroupObserver:
             )
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
         for ages, state in zip(self._ages, states, strict=True):
+            if self._suspended and not suspended:
+                ages.state = ""  # they are continued one after the other, and none has been stopped alone
             ages.on_state(state, passed_s)
+        self._suspended = suspended
         store_state = self.read_state(self._store_pid) if self._store_pid else ""
         self._store_ages.on_state(store_state, passed_s)
         self._sample_usage(idle_s, beats)
