@@ -190,6 +190,15 @@ def test_done_entries_of_gloo() -> None:
     assert [one.done for one in found.issued_by_group["default group"].values()] == [True, True, False]
 
 
+def test_sends_and_receives_in_the_status_of_gloo() -> None:
+    """It counts them among its collectives: of a pipeline nothing is known to be done by it."""
+    entries = [entry(n, "gloo:all_reduce", done=False, retired=n == 1) for n in (1, 2)]
+    found = parse(
+        {"entries": entries, "pg_status": {"0": {f"last_{what}_collective": "9" for what in ("enqueued", "completed")}}}
+    )
+    assert [one.done for one in found.issued_by_group["default group"].values()] == [True, False]
+
+
 def test_retired_entry_of_nccl_is_not_done() -> None:
     found = parse({"entries": [entry(4, done=False, retired=True)], "pg_status": {"0": None, "1": {}}})
     assert [one.done for one in found.issued_by_group["default group"].values()] == [False]
