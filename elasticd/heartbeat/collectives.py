@@ -66,6 +66,14 @@ def only_default_group_exists() -> bool:
         return False
 
 
+def sequence_number(group: Any) -> int:
+    """What the group has issued, with gloo also sends and receives; -1 if unknown."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except Exception:  # noqa: BLE001 as above
+        return UNKNOWN_COUNT
+
+
 def group_timeout_ms(group: Any) -> int:
     """The longest timeout of the group's backends; 0 if unknown."""
     try:

@@ -31,6 +31,7 @@ from elasticd.heartbeat.collectives import (
     group_timeout_ms,
     longest_timeout_ms,
     process_group_table,
+    sequence_number,
 )
 from elasticd.heartbeat.exit_report import report_exception
 from elasticd.heartbeat.main_thread import MainThread
@@ -79,6 +80,7 @@ class HeartbeatThread:
         self._progress_ns = 0
         self._stepping = 0  # ticks in a row that have seen progress
         self._stands = False
+        self._waited_in = (0, UNKNOWN_COUNT)  # the id of the group, and what it had issued
         self._exiting = False
         self._joining = False
         self._main = MainThread()
@@ -146,8 +148,8 @@ class HeartbeatThread:
         moved = position != self._position
         self._position = position
         waits = issued > 0 and self._main.waits_for_ranks(file, used)
+        moved = self._observe_wait(waits and not moved) or moved
         self._writer.tick(issued, self._timeout_ms, waits, moved, periods)
-        self._update_wait_timeout(waits and not moved)
         if issued >= 0:
             self.update_groups(moved)
         if not self._exiting and script_is_over():
@@ -163,22 +165,25 @@ class HeartbeatThread:
                 write_flight_recording(self._dump_to, *self._given)
             self._writer.dump_done = requested
 
-    def _update_wait_timeout(self, stands: bool) -> None:
-        """Now and then: a wait may follow another one in the same place.
+    def _observe_wait(self, stands: bool) -> bool:
+        """Write the timeout that the script gave the wait; True if its group, which is not the default one, has issued
+        more since the last reading. Now and then: a wait may follow another one in the same place.
 
         What equals the default group's timeout is torch's default, or was not meant for this wait.
         """
         if stands == self._stands and not (stands and self._ticks_with_group % TICKS_PER_TIMEOUT_READ == 0):
-            return
-        self._stands, found_ms = stands, 0
+            return False
+        self._stands, found_ms, before = stands, 0, self._waited_in
         if stands:
             timeout, group = self._main.wait_arguments()
+            self._waited_in = id(group), sequence_number(group)
             if isinstance(timeout, timedelta):
                 found_ms = int(timeout.total_seconds() * 1000)
             elif group is not None:
                 found_ms = group_timeout_ms(group)
             found_ms = 0 if found_ms == group_timeout_ms(default_group()) else found_ms
         self._writer.write_wait_timeout(found_ms)
+        return self._waited_in[0] == before[0] and self._waited_in[1] > before[1]
 
     def update_groups(self, moved: bool) -> None:
         began = time.monotonic_ns()

@@ -432,6 +432,8 @@ def test_rank_that_trains_is_not_hung() -> None:
         verdict = hang_of([found], ["a"], PLAIN, progress_s=found.deadline_s)
         assert (verdict.kills_group, verdict.waited_s) == (ends, seconds)
         assert "makes progress; 1 rank waits in all_reduce for it" in verdict.why
+        receives = replace(found, ranks=(replace(ranks[0], moved_s=2.0), trains))
+        assert isinstance(judge([receives], ["a"], PLAIN, progress_s=found.deadline_s), NoHang)
         debugged = replace(trains, rank=2, slot=2, where="debugger")
         assert isinstance(judge([replace(found, ranks=(*found.ranks, debugged))], ["a"], PLAIN), NoHang)
 

@@ -97,6 +97,21 @@ def test_timeout_that_the_script_gave_a_wait(start: Any, wait_for: Any) -> None:
     assert job.codes() == [0, 0], first.errors()
 
 
+def test_messages_in_a_group_are_movement(start: Any, wait_for: Any) -> None:
+    """They count in no default group, and the rank is seen at the same place before and after."""
+    job = start("heartbeat_ranks.py", "receiving_in_a_group")
+    first, second = job.ranks
+    wait_for(lambda: first.read_heartbeat().wait_ticks > 12, "rank 0 to wait for a second")
+    for gate in (1, 2):
+        before = first.read_heartbeat()
+        second.request(gate)
+        wait_for(lambda before=before: first.read_heartbeat().moved_ticks > before.moved_ticks, "a message to be seen")
+        assert first.read_heartbeat().collectives == before.collectives
+    for rank in job.ranks:
+        rank.request(4)
+    assert job.codes() == [0, 0], first.errors()
+
+
 def test_timeout_of_a_group_that_is_made(start: Any, wait_for: Any) -> None:
     """It says how long the others may take to come there."""
     job = start("heartbeat_ranks.py", "joining")

@@ -309,13 +309,14 @@ def _overdue(case: _Case) -> Judgement | None:
 
     What the others do, retries without an end for example, may not resolve that; but they train. They must have done it
     for a whole deadline: of a group that resumes after a debugger, or a pause of the machine, one rank still waits for
-    a moment.
+    a moment. A rank that receives one message after the other in a group of its own moves.
     """
     if case.idle_s >= case.deadline_s or any(rank.waits_outside_job for rank in case.live):
         return None
     if case.progress_s < case.deadline_s:
         return None
     waiting = [rank for rank in case.live if rank.waiting_s >= case.deadline_s and rank.report.where != "elsewhere"]
+    waiting = [rank for rank in waiting if not rank.is_moving]
     if not waiting or len(waiting) == len(case.live):
         return None
     overdue = blame_overdue(waiting, [rank for rank in case.live if rank not in waiting])

@@ -86,6 +86,21 @@ def waiting_with_a_timeout() -> None:
         wait()
 
 
+def receiving_in_a_group() -> None:
+    """Rank 0 receives one message after the other on the same line, and is nearly always there."""
+    thread.start()
+    join()
+    group = dist.new_group()
+    all_reduce(1)
+    for number in range(1, 4):
+        if RANK == 1:
+            gate(number)
+            dist.send(torch.ones(3), 0, group=group)
+        else:
+            dist.recv(torch.ones(3), 1, group=group)
+    gate(4)
+
+
 def joining() -> None:
     """Rank 1 comes later to the process group."""
     thread.start()
