@@ -61,6 +61,15 @@ CASES = {
     "behind, without a stack": ([SAME, replace(BEHIND, where="")], None),
     "behind, and its Python moves": ([at((D, 20, 20, "x")), at((D, 19, 19, "x"), moved_s=0.1)], None),
     "no recording": ([SAME, replace(WAITS)], None),
+    "another collective in a group of two ranks": (
+        [
+            at((D, 19, 0, "y"), (G, 7, 7, "all_reduce")),
+            at((D, 19, 0, "y"), (G, 7, 7, "all_gather"), deviation="other"),
+            SAME,
+            SAME,
+        ],
+        [1],
+    ),
     "two groups crossed": ([at((G, 7, 7, "x"), (H, 4, 0, "x")), at((G, 6, 0, "x"), (H, 5, 5, "x"))], []),
     "sub-group skip": (
         [at((D, 19, 0, "y"), (G, 7, 7, "x")), at((D, 20, 20, "y"), (G, 6, 0, "x"), deviation="skipped"), SAME],

@@ -165,7 +165,7 @@ def _culprits(
                 _conflicting_kind(collective, rank) or collective.kind, collective.backend
             )
             for rank in stuck
-            if not _has_not_issued(collective, rank)
+            if any(tail.last >= collective.number for tail in _tails(collective, rank))
         }
         (common, most), *others = Counter(kinds.values()).most_common()
         if others and 2 * most > len(kinds):
