@@ -465,6 +465,15 @@ def test_wait_for_another_program_is_only_reported(waits: dict[str, object], exi
     assert verdict.kills_group == ends
 
 
+def test_thread_of_the_script_may_end_a_wait_in_a_group() -> None:
+    """Ranks wait in groups that no count knows, and a thread of rank 1 may still issue what rank 0 waits in."""
+    awaited, other = (replace(OWN, group=name, **PENDING) for name in ("group 1", "group 2"))  # type: ignore[arg-type]
+    alike = (replace(WAITS, groups=(awaited,)), replace(WAITS, rank=1, slot=1, groups=(awaited,)))
+    apart = (alike[0], replace(alike[1], groups=(replace(awaited, last=6, pending=0, kinds=()), other)))
+    for ranks, ends in ((alike, True), (apart, False)):
+        assert hang_of([idle(61.0, -1.0, *ranks)], ["a"], PLAIN).kills_group == ends
+
+
 def test_others_have_ended() -> None:
     verdict = hang_of([idle(61.0, 0.0, replace(WAITS, exited=True), SLEEPS)], ["a"], PLAIN)
     assert not verdict.kills_group

@@ -29,7 +29,7 @@ from functools import cached_property
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER
 from elasticd_agent.hangs.patience import HangEvidence
-from elasticd_agent.hangs.proofs import prove
+from elasticd_agent.hangs.proofs import prove, wait_apart
 from elasticd_agent.hangs.rank import RENDEZVOUS_FUNCTION, RankState, describe_waits, labels
 from elasticd_agent.model.phrases import has_have
 
@@ -165,10 +165,14 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], node_count: in
 
 
 def _thread_may_resolve(group: _StalledRanks, found: Blame) -> bool:
-    """Ranks wait for each other, and a thread of one runs code of the script: it may issue what others wait in."""
+    """Ranks wait for each other, and a thread of one runs code of the script: it may issue what others wait in.
+
+    Counts do not show that they do, where they wait in groups other than the default one: recorders do.
+    """
+    if group.exited or all(rank.report.alone for rank in group.live):
+        return False
     apart = found.cause in ("missed_collective", "mismatched_collectives")
-    apart = apart or (found.evidence == "alike" and bool(group.behind))
-    return apart and not group.exited and not all(rank.report.alone for rank in group.live)
+    return apart or (found.evidence == "alike" and (bool(group.behind) or wait_apart(group.live)))
 
 
 def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> Blame:

@@ -75,6 +75,12 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, all_ranks_k
     return Proof(tuple(culprits), cause, why)
 
 
+def wait_apart(live: Sequence[RankState]) -> bool:
+    """By the recorders, a rank waits in a collective that another member has not issued, or issued as another one."""
+    awaited = {pending for rank in live for pending in _pending_collectives(rank)}
+    return any(_has_not_issued(one, member) or _conflicting_kind(one, member) for one in awaited for member in live)
+
+
 def _stuck_ranks(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) -> list[RankState]:
     """The greatest set of ranks that only wait for each other and for exited ones. `quiet`: no bytes are under way."""
     stuck = [rank for rank in live if _only_waits(rank)]
