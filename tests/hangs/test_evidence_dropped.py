@@ -6,7 +6,10 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget
+from elasticd_agent.system.installation import program
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
 from tests.hangs.test_evidence import SLEEPS
 
@@ -35,6 +38,21 @@ def test_discard_without_gathering(
     evidence.discard_current()
     assert evidence.start_gathering(3, [EvidenceTarget(0, pid)], tmp_path / "evidence", "quiet")
     assert posted.get(timeout=20).ranks[0].source, "a drop is of what is being taken, not of what comes"
+
+
+@pytest.mark.system
+def test_slow_helper_writes_while_the_job_ends(
+    takes: MakeEvidence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it takes some seconds to start, and its directory is not dead."""
+    slow = tmp_path / "slow.py"
+    run = f"runpy.run_path({program('evidence_collector')!r}, run_name='__main__')"
+    slow.write_text(f"import runpy, time\ntime.sleep(4)\n{run}\n")
+    monkeypatch.setattr("elasticd_agent.hangs.evidence.program", lambda name: str(slow))
+    evidence = takes(job="job", temporary=tmp_path)
+    evidence.write_later(3, "reports-a.jsonl", "{}", tmp_path / "log" / "round-3" / "evidence")
+    evidence.close()
+    assert (tmp_path / "log" / "round-3" / "evidence" / "reports-a.jsonl").read_text() == "{}"
 
 
 def test_close_during_gathering_is_no_trouble(

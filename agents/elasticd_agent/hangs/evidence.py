@@ -192,8 +192,9 @@ class EvidenceCollector:
                 self._kill_helper()
         if self._thread is not None:
             self._requests.put(None)
-            for over in (False, True):  # first the directory that does not answer, then its replacement
-                self._thread.join(CLOSE_S)
+            # First the directory that does not answer, then its replacement.
+            for over, seconds in ((False, PUBLISH_RETRY_TIMEOUT_S), (True, CLOSE_S)):
+                self._thread.join(seconds)
                 with self._lock:
                     self._dropped = over
                     self._kill_helper()
