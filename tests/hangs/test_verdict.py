@@ -474,6 +474,17 @@ def test_thread_of_the_script_may_end_a_wait_in_a_group() -> None:
         assert hang_of([idle(61.0, -1.0, *ranks)], ["a"], PLAIN).kills_group == ends
 
 
+def test_stages_of_a_pipeline_have_sent_different_numbers_of_messages() -> None:
+    """gloo counts these: the first and the last stage are not behind. A thread may still send what one receives."""
+    counts = (100, 200, 200, 200, 100)
+    receives = replace(WAITS, function="recv", alone=True, unsent=0, groups=(OWN,))
+    stages = [replace(receives, rank=rank, slot=rank, collectives=count) for rank, count in enumerate(counts)]
+    verdict = hang_of([idle(61.0, -1.0, *stages)], ["a"], PLAIN)
+    assert (verdict.culprits, verdict.kills_group) == ((), True)
+    threads = [replace(stage, alone=False) for stage in stages]
+    assert not hang_of([idle(61.0, -1.0, *threads)], ["a"], PLAIN).kills_group
+
+
 def test_others_have_ended() -> None:
     verdict = hang_of([idle(61.0, 0.0, replace(WAITS, exited=True), SLEEPS)], ["a"], PLAIN)
     assert not verdict.kills_group

@@ -109,7 +109,10 @@ class _StalledRanks:
 
     @cached_property
     def behind(self) -> list[RankState]:
-        """The live ranks that have issued fewer collectives than others."""
+        """The live ranks that have issued fewer collectives than others. gloo counts sends and receives among them, of
+        which the stages of a pipeline have different numbers."""
+        if any(rank.is_in_point_to_point and not rank.report.nccl_groups for rank in self.live):
+            return []
         most = max(rank.report.collectives for rank in self.live)
         return [rank for rank in self.live if rank.report.collectives < most]
 
@@ -167,12 +170,14 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], node_count: in
 def _thread_may_resolve(group: _StalledRanks, found: Blame) -> bool:
     """Ranks wait for each other, and a thread of one runs code of the script: it may issue what others wait in.
 
-    Counts do not show that they do, where they wait in groups other than the default one: recorders do.
+    Counts do not show that they do where they wait in groups other than the default one: recorders do. Sends and
+    receives are in none.
     """
     if group.exited or all(rank.report.alone for rank in group.live):
         return False
     apart = found.cause in ("missed_collective", "mismatched_collectives")
-    return apart or (found.evidence == "alike" and (bool(group.behind) or wait_apart(group.live)))
+    unknown = any(rank.is_in_point_to_point for rank in group.live)
+    return apart or (found.evidence == "alike" and (bool(group.behind) or unknown or wait_apart(group.live)))
 
 
 def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> Blame:
