@@ -105,9 +105,10 @@ _DEVICE_CALL = re.compile(
 )
 
 _PYTHON_WAIT_FILES = re.compile(
-    rf"{STDLIB_PATTERN}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize))\.py$"
+    rf"{STDLIB_PATTERN}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize)"
+    r"|asyncio/(?:base_events|runners))\.py$"
 )
-"""Python's own waits, for another thread or process."""
+"""Python's own waits, for another thread or process, or for what an event loop has given to one."""
 _DEBUGGER_FILES = re.compile(
     rf"{STDLIB_PATTERN}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES_PATTERN}(?:IPython|ipdb|pudb|pdbpp)/"
     r"|/(?:debugpy|_?pydevd\w*)(?:/|\.py$)"
