@@ -20,6 +20,8 @@ _STDLIB_PREFIX = re.compile(rf".*{STDLIB_PATTERN}|(?=<frozen )")
 _CHECKOUT_PREFIX = re.compile(r"(?:.*/)?(?:pytorch/(?=torch/)|(?=elasticd_agent/)|(?=elasticd/[\w/]+\.py$))")
 """torch built from its source, and elasticd itself, which a developer does not install."""
 _DEEP_PATH_PARTS = 4
+RUNTIME_LIBRARIES = ("python", "torch", "elasticd", "elasticd_agent")
+"""The libraries that run any script: their frames may be inside of a wait."""
 
 
 @lru_cache(maxsize=4096)
@@ -79,6 +81,13 @@ class Frame(Record):
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 
+def script_library(frames: Sequence[Frame]) -> str:
+    """The library of the script's code: "", or, where there is no other code than libraries', the outermost package. A
+    script may be an installed one."""
+    libraries = [frame.library for frame in reversed(frames)]
+    return "" if "" in libraries else next((name for name in libraries if name not in RUNTIME_LIBRARIES), "")
+
+
 @dataclass(frozen=True, slots=True)
 class ThreadStack(Record):
     """One thread, innermost call first."""
@@ -99,7 +108,8 @@ class ThreadStack(Record):
     @property
     def script_frame(self) -> Frame | None:
         """The innermost call of the script's own code."""
-        return next((frame for frame in self.frames if not frame.library), None)
+        script = script_library(self.frames)
+        return next((frame for frame in self.frames if frame.library == script), None)
 
 
 @dataclass(frozen=True, slots=True)

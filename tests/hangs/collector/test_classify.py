@@ -192,6 +192,7 @@ def test_script_that_is_an_installed_package() -> None:
     assert script_place(main) == "data.py:5 fetch"
     assert not only_first_runs_script([main, stack(f"save {packages}/trainer/checkpoint.py:5", *THREAD)])
     assert only_first_runs_script([main, stack(f"send {packages}/metrics/sender.py:5", *THREAD)])
+    assert representative_thread_index([stack(f"Thread.join {PYTHON}/threading.py:1119", *train), TRAINS]) == 1
 
 
 @pytest.mark.parametrize("name", [name for name, what in EXPECTED.items() if what in ("ignored", "counts")])

@@ -13,7 +13,7 @@ from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
 from elasticd_agent.hangs.explain import flight, load, phrases
 from elasticd_agent.hangs.explain.event_log import RunLog
 from elasticd_agent.hangs.explain.locate import find_folders
-from elasticd_agent.hangs.explain.model import Explanation, RankFacts
+from elasticd_agent.hangs.explain.model import Explanation, RankFacts, StackGroup
 from elasticd_agent.hangs.explain.text import FoldedFrames, fold_frames, page
 from elasticd_agent.hangs.recordings import parse
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, ThreadStack
@@ -58,6 +58,21 @@ def test_shown_frames_fold_libraries() -> None:
         "<module>",
         FoldedFrames(1, ("python",)),
     ]
+
+
+def test_frames_of_a_script_that_is_an_installed_package_are_shown() -> None:
+    """They are the outermost package's. Threads of other packages serve it."""
+    files = "torch/graph.py", "torch/_tensor.py", "torch/_tensor.py", "trainer/loop.py", "trainer/__main__.py"
+    main, sender, saver = (
+        ThreadStack("", name, tuple(Frame("f", f"{SITE}/{file}", 1) for file in names))
+        for name, names in (("1", files), ("2", ["metrics/sender.py"]), ("3", ["trainer/save.py"]))
+    )
+    rank = RankFacts(0, culprit=True, processes=(ProcessStacks(71, "python", (main, sender, saver)),))
+    group = StackGroup((0,), rank, main, is_minority=False)
+    told = page(Explanation(1, "hang", "here", "it hung", ranks=(rank,), stack_groups=(group,)))
+    assert "… 2 frames of torch\n      > f  trainer/loop.py:1\n      > f  trainer/__main__.py:1\n" in told
+    assert "> f  trainer/save.py:1" in told
+    assert "metrics" not in told
 
 
 @pytest.mark.parametrize(

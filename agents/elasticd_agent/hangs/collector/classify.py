@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elasticd_agent.hangs.stacks import PACKAGES_PATTERN, STDLIB_PATTERN, Frame
+from elasticd_agent.hangs.stacks import PACKAGES_PATTERN, RUNTIME_LIBRARIES, STDLIB_PATTERN, Frame, script_library
 from elasticd_agent.model.reports import StackPlace
 
 
@@ -35,8 +35,6 @@ class StackLocation:
 
 
 _ELASTICD_FILES = r"(?:^|/)(?:elasticd_(?:agent|daemon)/|elasticd/[\w/]+\.py$)"
-_TRANSPARENT_LIBRARIES = ("python", "torch", "elasticd", "elasticd_agent")
-"""The libraries whose frames may be inside of a wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ def locate(frames: Sequence[Frame], beside: FactsBesideStack = FactsBesideStack(
         if rule is not None:
             named = rule.label or _outermost_in_file(frames, frame)
             return StackLocation(rule.where, script_place(frames) if rule.where == "elsewhere" else named)
-        if frame.library not in _TRANSPARENT_LIBRARIES:
+        if frame.library not in RUNTIME_LIBRARIES:
             break
     return _locate_by_source(frames, beside) or StackLocation("elsewhere", script_place(frames))
 
@@ -166,7 +164,7 @@ def representative_thread_index(threads: Sequence[Sequence[Frame]]) -> int:
     """
     main = threads[0]
     caller = _caller_of_wait(main)
-    if not main or caller is main[0] or (caller is not None and caller.library):
+    if not main or caller is main[0] or (caller is not None and caller.library != script_library(main)):
         return 0
     candidates = [i for i, frames in enumerate(threads) if i and not _serves_other_threads(frames)]
     waiting = [
@@ -186,7 +184,7 @@ def only_first_runs_script(threads: Sequence[Sequence[Frame]]) -> bool:
     """
     if not threads:
         return False
-    script_packages = {frame.library for frame in threads[0]}.difference(_TRANSPARENT_LIBRARIES)
+    script_packages = {frame.library for frame in threads[0]}.difference(RUNTIME_LIBRARIES)
     return all(_never_calls_script(frames, script_packages) for frames in threads[1:])
 
 
@@ -219,10 +217,7 @@ def script_function(frames: Sequence[Frame]) -> str:
 
 
 def _script_frame(frames: Sequence[Frame]) -> Frame:
-    """The innermost one of the script's own code; where the script is an installed package, that is the outermost
-    package."""
-    packages = (frame.library for frame in reversed(frames) if frame.library not in _TRANSPARENT_LIBRARIES)
-    script = "" if any(not frame.library for frame in frames) else next(packages, None)
+    script = script_library(frames)
     return next((frame for frame in frames if frame.library == script), frames[0])
 
 

@@ -26,7 +26,7 @@ from elasticd_agent.hangs.causes import ADVICE
 from elasticd_agent.hangs.explain.flight import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, describe_ranks
 from elasticd_agent.hangs.explain.phrases import STATE_NAMES
-from elasticd_agent.hangs.stacks import Frame, ThreadStack
+from elasticd_agent.hangs.stacks import Frame, ThreadStack, script_library
 from elasticd_agent.model.phrases import count, has_have, visible
 
 DEFAULT_WIDTH = 110
@@ -281,11 +281,11 @@ def _threads(group: StackGroup, blamed: bool) -> list[str]:
     """The threads to show: the main one is enough of a rank that only waits; another thread of a culprit may hold what
     that one waits for."""
     shown, processes = [("main thread", group.main_thread)], group.first_rank.processes
+    script = script_library(group.main_thread.frames)
     for process in processes if blamed else ():
         below = "" if process is processes[0] else f" of {process}"
-        own = [
-            thread for thread in process.threads if thread is not group.main_thread and thread.script_frame is not None
-        ]
+        others = (thread for thread in process.threads if thread is not group.main_thread)
+        own = [thread for thread in others if any(frame.library == script for frame in thread.frames)]
         shown += [(f"thread {thread.label}{below}", thread) for thread in own]
     lines = [line for name, thread in shown[:6] for line in _thread(name, thread, alone=len(shown) == 1)]
     hidden = len(group.first_rank.threads) - len(shown[:6])
@@ -295,13 +295,13 @@ def _threads(group: StackGroup, blamed: bool) -> list[str]:
 def _thread(name: str, thread: ThreadStack, alone: bool) -> list[str]:
     """A thread's frames, innermost first, with runs of library frames folded into a line."""
     state = f" ({thread.state})" if thread.state not in ("", "idle") else ""
-    lines = [f"    {name}{state}"] if state or not alone else []
+    lines, script = [f"    {name}{state}"] if state or not alone else [], script_library(thread.frames)
     for shown in fold_frames(thread):
         if isinstance(shown, FoldedFrames):
             libraries = ", ".join(shown.libraries[:4])
             lines.append(f"        … {count(shown.count, 'frame')} of {libraries}")
         else:
-            lines.append(f"      {' ' if shown.library else '>'} {_frame(shown)}")
+            lines.append(f"      {'>' if shown.library == script else ' '} {_frame(shown)}")
     return lines if thread.frames else [*lines, "        no Python frames"]
 
 
@@ -419,9 +419,9 @@ def fold_frames(thread: ThreadStack, most: int = 12) -> list[Frame | FoldedFrame
     """The frames to show of the thread: its innermost call, the script's own calls, and of libraries only how many."""
     shown: list[Frame | FoldedFrames] = []
     hidden: list[Frame] = []
-    left = most
+    left, script = most, script_library(thread.frames)
     for index, frame in enumerate(thread.frames):
-        if index == 0 or (not frame.library and left > 0):
+        if index == 0 or (frame.library == script and left > 0):
             # A single frame takes no more room than the line that says there is one.
             shown += hidden if len(hidden) < 2 else [_fold_run(hidden)]
             shown.append(frame)
