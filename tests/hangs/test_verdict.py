@@ -59,12 +59,13 @@ def test_one_rank_with_progress_prevents_suspicion() -> None:
 
 
 def test_long_wait_beside_progress_is_suspected_in_time_for_evidence() -> None:
-    def beside_progress(seconds: float) -> str | None:
-        waiting = replace(WAITS, idle_s=seconds, waiting_s=seconds)
+    def beside_progress(seconds: float, moved_s: float = -1.0) -> str | None:
+        waiting = replace(WAITS, idle_s=seconds, waiting_s=seconds, moved_s=moved_s)
         return reason_to_suspect(report(waiting, replace(SLEEPS, idle_s=0.1, waiting_s=0.1)), POLICY)
 
     assert beside_progress(21.9) is None
     assert beside_progress(22.0) == "rank 0 on a (step 117) waits for other ranks for 22.0 s; the limit is 25 s"
+    assert beside_progress(100.0, moved_s=2.0) is None, "it receives one message after the other"
 
 
 def test_no_suspicion_without_any_step() -> None:

@@ -214,9 +214,10 @@ class RankState:
 
     @property
     def waiting_s(self) -> float:
-        """The time for which it has waited for other ranks in torch.distributed, without a break and without
-        progress."""
-        return min(self.report.waiting_s, self.report.idle_s)
+        """The time for which it has waited for other ranks in torch.distributed, without a break, progress or
+        movement."""
+        report = self.report
+        return min(report.waiting_s, report.idle_s, report.moved_s if report.moved_s >= 0 else report.idle_s)
 
     @property
     def wait_place(self) -> str:

@@ -316,7 +316,6 @@ def _overdue(case: _Case) -> Judgement | None:
     if case.progress_s < case.deadline_s:
         return None
     waiting = [rank for rank in case.live if rank.waiting_s >= case.deadline_s and rank.report.where != "elsewhere"]
-    waiting = [rank for rank in waiting if not rank.is_moving]
     if not waiting or len(waiting) == len(case.live):
         return None
     overdue = blame_overdue(waiting, [rank for rank in case.live if rank not in waiting])
