@@ -106,7 +106,8 @@ _PYTHON_WAIT_FILES = re.compile(
     rf"{STDLIB_PATTERN}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize)"
     r"|asyncio/(?:base_events|runners))\.py$"
 )
-"""Python's own waits, for another thread or process, or for what an event loop has given to one."""
+"""Python's own waits, for another thread or process, or, in an event loop, for anything."""
+_EVENT_LOOP_FILES = re.compile(rf"{STDLIB_PATTERN}asyncio/")
 _DEBUGGER_FILES = re.compile(
     rf"{STDLIB_PATTERN}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES_PATTERN}(?:IPython|ipdb|pudb|pdbpp)/"
     r"|/(?:debugpy|_?pydevd\w*)(?:/|\.py$)"
@@ -160,7 +161,8 @@ def locate(frames: Sequence[Frame], beside: FactsBesideStack = FactsBesideStack(
 def representative_thread_index(threads: Sequence[Sequence[Frame]]) -> int:
     """The index of the thread whose stack says what the rank does; the main one is first.
 
-    That is the main thread, unless it waits for another thread or has ended: a script may train in another one.
+    That is the main thread, unless it waits for another thread or has ended: a script may train in another one. One in
+    an event loop may wait for anything, so only a thread that waits for other ranks says more.
     """
     main = threads[0]
     caller = _caller_of_wait(main)
@@ -172,7 +174,8 @@ def representative_thread_index(threads: Sequence[Sequence[Frame]]) -> int:
         for i in candidates
         if locate(threads[i], FactsBesideStack(idle=True, has_process_group=True)).where != "elsewhere"
     ]
-    return next(iter(waiting or candidates), 0)
+    in_loop = any(_EVENT_LOOP_FILES.search(frame.file) for frame in main)
+    return next(iter(waiting or ([] if in_loop else candidates)), 0)
 
 
 def only_first_runs_script(threads: Sequence[Sequence[Frame]]) -> bool:
