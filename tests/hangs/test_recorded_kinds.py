@@ -178,5 +178,7 @@ def test_broadcast_from_other_sources_is_no_fault_of_the_network() -> None:
     assert "which rank 2 on a (step 9) has finished; no byte of it is under way: its ranks may have named" in found.why
     assert "different sources" not in judged(unsent=9).why
     assert "different sources" not in judged(where="elsewhere").why
+    reduces = recording("gloo:all_reduce", ONE).tails()
+    assert "ranks wait in different collectives" in judged(groups=reduces, alone=False).why
     of_other_ranks = tuple(replace(tail, members=1) for tail in waiting(2, finished).report.groups)
     assert "which all of its ranks wait in" in judged(groups=of_other_ranks).why

@@ -422,12 +422,13 @@ def _different_broadcast_sources(group: _StalledRanks) -> Blame | None:
     broadcasts = {
         (broadcast.group, broadcast.members): (waiting, broadcast)
         for waiting, broadcast in tails
-        if waiting.wait_is_recorded and dict(broadcast.kinds).get(broadcast.pending, "").startswith("broadcast")
+        if waiting.wait_is_recorded and _is_broadcast(dict(broadcast.kinds).get(broadcast.pending, ""))
     }
     for waiting, broadcast in broadcasts.values():
         group_of = broadcast.group, broadcast.members
         same = [(rank, tail) for rank, tail in tails if (tail.group, tail.members) == group_of]
-        if any(tail.last < broadcast.pending for _, tail in same):
+        issued = [dict(tail.kinds).get(broadcast.pending, "broadcast") for _, tail in same]
+        if any(tail.last < broadcast.pending for _, tail in same) or not all(map(_is_broadcast, issued)):
             continue
         done = [rank for rank, tail in same if not 0 < tail.pending <= broadcast.pending]
         which = f"{labels(done)} {has_have(done)} finished" if done else "all of its ranks wait in"
@@ -435,6 +436,10 @@ def _different_broadcast_sources(group: _StalledRanks) -> Blame | None:
         why += "no byte of it is under way: its ranks may have named different sources"
         return Blame((), "mismatched_collectives", why)
     return None
+
+
+def _is_broadcast(kind: str) -> bool:
+    return kind.startswith("broadcast")
 
 
 def _behind_without_stack(group: _StalledRanks) -> Blame | None:
