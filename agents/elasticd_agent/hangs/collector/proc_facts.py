@@ -127,8 +127,8 @@ def may_wait_for_file(pid: int, tid: str) -> bool:
     text = _read_text(f"{at}/syscall")
     if state == "D" or text.startswith("-1 "):
         return True
-    call = _parse_syscall(text, procfs.fd_targets(pid))
-    target = str(call.get("target", ""))
+    call = _parse_syscall(text, {})
+    target = procfs.fd_target(pid, call["fd"]) if "fd" in call else ""
     return call.get("name") in _PATH_SYSCALLS or (target.startswith("/") and not target.startswith("/dev/"))
 
 

@@ -6,7 +6,6 @@ file that waits for the process's memory lock. A process that ends meanwhile is 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -86,9 +85,17 @@ def fd_targets(pid: int, most: int | None = None) -> dict[str, str]:
     except OSError:
         return {}
     for number in numbers[:most]:
-        with contextlib.suppress(OSError):  # it has been closed
-            targets[number] = os.readlink(f"/proc/{pid}/fd/{number}")
+        if target := fd_target(pid, number):
+            targets[number] = target
     return targets
+
+
+def fd_target(pid: int, number: int | str) -> str:
+    """The target of one descriptor; "" if it has been closed."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{number}")
+    except OSError:
+        return ""
 
 
 def socket_inodes(pids: Iterable[int]) -> set[int]:
