@@ -167,6 +167,7 @@ def test_main_thread_in_an_event_loop() -> None:
     loop = f"_run_once {PYTHON}/asyncio/base_events.py:1898", f"run {PYTHON}/asyncio/runners.py:118", *SCRIPT
     main = stack(f"_PollLikeSelector.select {PYTHON}/selectors.py:415", *loop)
     assert representative_thread_index([main, LOADS, TRAINS]) == 2
+    assert representative_thread_index([main, LOADS, TRAINS], uses_cuda=True) == 0
     assert representative_thread_index([main, LOADS]) == 0
 
 

@@ -140,9 +140,9 @@ class EvidenceGathering:
     ) -> Message:
         """The fields of RankEvidence that say where the rank is. `active`: run times of its threads at `since`."""
         stacks_of = [thread.frames for thread in threads]
-        thread = threads[classify.representative_thread_index(stacks_of)]
         fds = known.get("proc", {}).get("fds", {}).values()
         cuda = any(target.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for target in fds)
+        thread = threads[classify.representative_thread_index(stacks_of, cuda)]
         joined = known.get("collectives", -1) >= 0
         source = _source_line(thread.frames)
         idle = classify.FactsBesideStack(
