@@ -162,15 +162,15 @@ def representative_thread_index(threads: Sequence[Sequence[Frame]], uses_cuda: b
     """The index of the thread whose stack says what the rank does; the main one is first.
 
     That is the main thread, unless it waits for another thread or has ended: a script may train in another one. One in
-    an event loop may wait for anything, so only a thread that waits for other ranks says more; not with a GPU, where
-    neither bytes nor the main thread show that it moves.
+    an event loop may wait for anything, so only a thread that waits for other ranks says more. With a GPU the waiting
+    main thread counts: neither bytes nor its place show that another one moves, as in an evaluation. NCCL's recorder
+    has what devices wait in.
     """
     main = threads[0]
     caller = _caller_of_wait(main)
-    in_loop = any(_EVENT_LOOP_FILES.search(frame.file) for frame in main)
-    if not main or caller is main[0] or (caller is not None and caller.library != script_library(main)):
+    if not main or caller is main[0]:
         return 0
-    if in_loop and uses_cuda:
+    if caller is not None and (uses_cuda or caller.library != script_library(main)):
         return 0
     candidates = [i for i, frames in enumerate(threads) if i and not _serves_other_threads(frames)]
     waiting = [
@@ -178,6 +178,7 @@ def representative_thread_index(threads: Sequence[Sequence[Frame]], uses_cuda: b
         for i in candidates
         if locate(threads[i], FactsBesideStack(idle=True, has_process_group=True)).where != "elsewhere"
     ]
+    in_loop = any(_EVENT_LOOP_FILES.search(frame.file) for frame in main)
     return next(iter(waiting or ([] if in_loop else candidates)), 0)
 
 
