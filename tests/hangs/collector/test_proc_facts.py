@@ -54,6 +54,15 @@ def test_facts_of_ended_process() -> None:
     assert facts.runnable_time_ns(process.pid) == {}
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="system calls have no names here")
+def test_open_waits_for_a_file(worker: StartWorker, tmp_path: Path, until: Until) -> None:
+    """torch.save() holds the GIL there."""
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    pid = worker("import os, sys; print('ready', flush=True); os.open(sys.argv[1], os.O_WRONLY)", pipe)
+    until(lambda: facts.may_wait_for_file(pid, str(pid)), 20)
+
+
 def test_sleep_waits_for_no_file(until: Until) -> None:
     sleeps = subprocess.Popen(["sleep", "60"])
     try:

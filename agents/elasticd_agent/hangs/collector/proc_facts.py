@@ -32,26 +32,34 @@ _SWITCH_FIELDS = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 # descriptor.
 _SYSCALL_NAMES = {
     "x86_64": {
-        0: "read", 1: "write", 2: "open", 4: "stat", 7: "poll", 16: "ioctl", 17: "pread64", 18: "pwrite64",
-        19: "readv", 20: "writev", 23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto",
-        45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync",
-        75: "fdatasync", 202: "futex", 217: "getdents64", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid",
-        257: "openat", 262: "newfstatat", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4",
-        332: "statx",
+        0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 7: "poll", 8: "lseek",
+        16: "ioctl", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 23: "select", 26: "msync",
+        35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg",
+        61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 77: "ftruncate", 82: "rename",
+        87: "unlink", 202: "futex", 217: "getdents64", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid",
+        257: "openat", 262: "newfstatat", 263: "unlinkat", 264: "renameat", 270: "pselect6", 271: "ppoll",
+        281: "epoll_pwait", 288: "accept4", 316: "renameat2", 332: "statx",
     },
     "aarch64": {
-        22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 61: "getdents64", 63: "read",
-        64: "write", 65: "readv", 66: "writev", 67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll",
-        79: "newfstatat", 82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep",
-        115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg",
-        212: "recvmsg", 242: "accept4", 260: "wait4", 291: "statx",
+        22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 35: "unlinkat", 38: "renameat", 46: "ftruncate",
+        56: "openat", 57: "close", 61: "getdents64", 62: "lseek", 63: "read", 64: "write", 65: "readv", 66: "writev",
+        67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 79: "newfstatat", 80: "fstat", 82: "fsync",
+        83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept",
+        203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 227: "msync", 242: "accept4",
+        260: "wait4", 276: "renameat2", 291: "statx",
     },
 }  # fmt: skip
 _FD_SYSCALLS = (
     "read", "write", "ioctl", "pread64", "pwrite64", "readv", "writev", "connect", "accept", "accept4", "sendto",
-    "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync", "fdatasync", "getdents64", "epoll_wait", "epoll_pwait",
+    "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync", "fdatasync", "fstat", "lseek", "ftruncate",
+    "getdents64", "epoll_wait", "epoll_pwait",
 )  # fmt: skip
-_PATH_SYSCALLS = ("open", "openat", "stat", "newfstatat", "statx")
+_FILE_SYSCALLS = (
+    "open", "openat", "stat", "lstat", "newfstatat", "statx", "rename", "renameat", "renameat2", "unlink", "unlinkat",
+    "msync", "close",
+)  # fmt: skip
+"""Calls on files, whatever their first argument is. The descriptor that is being closed has no target any more: a file
+may be uploaded then."""
 
 
 def process_facts(pid: int) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def may_wait_for_file(pid: int, tid: str) -> bool:
         return True
     call = _parse_syscall(text, {})
     target = procfs.fd_target(pid, call["fd"]) if "fd" in call else ""
-    return call.get("name") in _PATH_SYSCALLS or (target.startswith("/") and not target.startswith("/dev/"))
+    return call.get("name") in _FILE_SYSCALLS or (target.startswith("/") and not target.startswith("/dev/"))
 
 
 def is_in_output_write(facts: dict[str, Any]) -> bool:
