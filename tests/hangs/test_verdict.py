@@ -479,7 +479,10 @@ def test_stages_of_a_pipeline_have_sent_different_numbers_of_messages() -> None:
     """gloo counts these: the first and the last stage are not behind. A thread may still send what one receives."""
     counts = (100, 200, 200, 200, 100)
     receives = replace(WAITS, function="recv", alone=True, unsent=0, groups=(OWN,))
-    stages = [replace(receives, rank=rank, slot=rank, collectives=count) for rank, count in enumerate(counts)]
+    stages = [
+        replace(receives, rank=rank, slot=rank, collectives=count, usual=count // 10, step=117 + (rank == 4))
+        for rank, count in enumerate(counts)
+    ]
     verdict = hang_of([idle(61.0, -1.0, *stages)], ["a"], PLAIN)
     assert (verdict.culprits, verdict.kills_group) == ((), True)
     threads = [replace(stage, alone=False) for stage in stages]

@@ -108,10 +108,15 @@ class _StalledRanks:
         return suspects
 
     @cached_property
+    def counts_differ_by_design(self) -> bool:
+        """gloo counts sends and receives among the collectives, of which the stages of a pipeline have different
+        numbers."""
+        return any(rank.is_in_point_to_point and not rank.report.nccl_groups for rank in self.live)
+
+    @cached_property
     def behind(self) -> list[RankState]:
-        """The live ranks that have issued fewer collectives than others. gloo counts sends and receives among them, of
-        which the stages of a pipeline have different numbers."""
-        if any(rank.is_in_point_to_point and not rank.report.nccl_groups for rank in self.live):
+        """The live ranks that have issued fewer collectives than others."""
+        if self.counts_differ_by_design:
             return []
         most = max(rank.report.collectives for rank in self.live)
         return [rank for rank in self.live if rank.report.collectives < most]
@@ -455,6 +460,8 @@ def _behind_without_stack(group: _StalledRanks) -> Blame | None:
 def _skipped_in_last_step(group: _StalledRanks) -> Blame | None:
     """A minority issued fewer collectives in its last step than the others in theirs, and is not behind them."""
     live = group.live
+    if group.counts_differ_by_design:
+        return None
     minority = _minority(live, [rank.report.usual for rank in live], max)
     step = max(rank.report.step for rank in live)
     odd = tuple(rank for rank, common in minority if -1 < rank.report.usual < common and rank.report.step == step)
@@ -514,7 +521,7 @@ def _minority_behind(group: _StalledRanks) -> Blame | None:
 
 def _ahead_in_steps(group: _StalledRanks) -> Blame | None:
     """All have issued as many collectives, and a minority has made more steps with them."""
-    if group.behind:
+    if group.behind or group.counts_differ_by_design:
         return None
     odd = tuple(rank for rank, _ in _minority(group.live, [rank.report.step for rank in group.live], min))
     if not odd:
@@ -525,7 +532,7 @@ def _ahead_in_steps(group: _StalledRanks) -> Blame | None:
 
 def _network(group: _StalledRanks) -> Blame:
     """Nothing tells the ranks apart."""
-    if group.behind:
+    if group.behind or group.counts_differ_by_design:
         return _no_culprit(group, "no rank stands out")
     issued = group.live[0].report.collectives
     return _no_culprit(group, "none is behind" + (f" after {issued:,} collectives" if issued >= 0 else ""))
