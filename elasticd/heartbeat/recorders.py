@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from elasticd.heartbeat.collectives import sequence_number
+
 _C10D_MODULE = "torch.distributed.distributed_c10d"
 _C10D_BINDINGS_MODULE = "torch._C._distributed_c10d"
 NCCL, GLOO = "nccl", "gloo"
@@ -89,7 +91,7 @@ class _RecorderReading:
             for backend in _backends(group):
                 recorder = _recorder_of(world, group, backend)
                 if recorder == NCCL:
-                    return self._nccl_counts(backend.uid)
+                    return self._nccl_counts(backend.uid, sequence_number(group))
                 if recorder != GLOO:
                     return (
                         self._hook_counts(recorder, group, backend)
@@ -100,13 +102,19 @@ class _RecorderReading:
             return UNKNOWN_COUNTS
         return None
 
-    def _nccl_counts(self, uid: int) -> tuple[int, int] | None:
-        """`uid` is local_id_ of ProcessGroupNCCL.hpp; it has a status from the group's first collective on."""
+    def _nccl_counts(self, uid: int, issued: int) -> tuple[int, int] | None:
+        """`uid` is local_id_ of ProcessGroupNCCL.hpp; it has a status from the group's first collective on.
+
+        After a send or a receive the status has the number of that one, of which ranks have different numbers. A number
+        above that of the collectives that were issued is one.
+        """
         try:
             status = self._last_collectives(NCCL)
         except Exception:  # noqa: BLE001 as above
             return None
         enqueued, completed = status.get(uid, (0, 0))
+        if 0 <= issued < enqueued:
+            return issued, issued
         return max(0, enqueued), max(0, completed)
 
     def _hook_counts(self, recorder: str, group: Any, backend: Any) -> tuple[int, int]:

@@ -105,13 +105,18 @@ class FakeGroup:
 
     @property
     def status(self) -> dict[str, str]:
-        by_hook = self.kind == "nccl2"
-        last, completed = (
-            -1 if not some else self.operations[some - 1].number if by_hook else self.operations[some - 1].collective
-            for some in (len(self.operations), self.done)
-        )
+        last, completed = (self._number_in_status(some) for some in (len(self.operations), self.done))
         each = {"last_enqueued_collective": last, "last_started_collective": -1, "last_completed_collective": completed}
         return {name: str(value) for name, value in each.items()}
+
+    def _number_in_status(self, operations: int) -> int:
+        """Of the last one of so many. ProcessGroupNCCL counts messages and collectives apart, and shows either."""
+        if not operations:
+            return -1
+        last = self.operations[operations - 1]
+        if self.kind == "nccl2":
+            return last.number
+        return sum(one.p2p for one in self.operations[:operations]) if last.p2p else last.collective
 
     def entries(self, only_active: bool) -> list[dict[str, Any]]:
         prefix = self.recorder or "none"

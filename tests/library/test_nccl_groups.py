@@ -71,6 +71,14 @@ def test_ranks_send_different_numbers_of_messages(torch: FakeTorch) -> None:
     assert GroupCountReader().read(8) == ((key("0", ALL), 12, 12),), "a message is awaited, no collective"
 
 
+def test_messages_of_a_pipeline_are_no_collectives(torch: FakeTorch) -> None:
+    """ProcessGroupNCCL has the number of the last message in the place of a collective's."""
+    group = torch.group("0", ALL, "nccl")
+    group.issue(40, p2p=True)
+    group.complete(39)
+    assert GroupCountReader().read(8) == ((key("0", ALL), 0, 0),)
+
+
 def test_collectives_of_a_captured_graph(torch: FakeTorch) -> None:
     """The backend counts them, and no recorder: those that it has are numbered from the end."""
     group = torch.group("0", ALL, "nccl2").at(10, 10)

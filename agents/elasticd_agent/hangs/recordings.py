@@ -240,14 +240,13 @@ def _group_name(entry: Mapping[str, Any]) -> str:
 
 
 def _last_completed(data: Mapping[str, Any]) -> dict[str, int]:
-    """The last completed collective by the number of the group; unknown where gloo has enqueued more than is recorded,
-    as its status counts sends and receives, too."""
+    """The last completed collective by the number of the group; unknown where more are enqueued than are recorded:
+    gloo's status counts sends and receives, too, and NCCL's has the number of the last one in a collective's place."""
     status = data.get("pg_status")
     if not isinstance(status, dict):
         return {}
     entries = (entry for entry in data.get("entries", ()) if isinstance(entry, dict))
-    of_gloo = (entry for entry in entries if str(entry.get("profiling_name")).startswith(_GLOO))
-    recorded = {str(entry.get("pg_id")): _natural_number(entry.get("collective_seq_id")) or 0 for entry in of_gloo}
+    recorded = {str(entry.get("pg_id")): _natural_number(entry.get("collective_seq_id")) or 0 for entry in entries}
     last = {}
     for group, numbers in status.items():
         if not isinstance(numbers, dict):

@@ -205,9 +205,10 @@ def test_done_entries_of_gloo() -> None:
     assert [one.done for one in found.issued_by_group["default group"].values()] == [True, True, False]
 
 
-def test_sends_and_receives_in_the_status_of_gloo() -> None:
-    """It counts them among its collectives: of a pipeline nothing is known to be done by it."""
-    entries = [entry(n, "gloo:all_reduce", done=False, retired=n == 1) for n in (1, 2)]
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_sends_and_receives_in_the_status(backend: str) -> None:
+    """Their numbers are there: of a pipeline nothing is known to be done by it."""
+    entries = [entry(n, f"{backend}:all_reduce", done=n == 1) for n in (1, 2)]
     found = parse(
         {"entries": entries, "pg_status": {"0": {f"last_{what}_collective": "9" for what in ("enqueued", "completed")}}}
     )
