@@ -67,7 +67,7 @@ def only_default_group_exists() -> bool:
 
 
 def sequence_number(group: Any) -> int:
-    """What the group has issued, with gloo also sends and receives; -1 if unknown."""
+    """The number of what the group has issued, with gloo also of sends and receives; -1 if unknown."""
     try:
         return int(group._get_sequence_number_for_group())
     except Exception:  # noqa: BLE001 as above

@@ -76,7 +76,7 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, all_ranks_k
 
 
 def wait_apart(live: Sequence[RankState]) -> bool:
-    """By the recorders, a rank waits in a collective that another member has not issued, or issued as another one."""
+    """The recorders show that a rank waits in a collective that another member has not issued, or as another one."""
     awaited = {pending for rank in live for pending in _pending_collectives(rank)}
     return any(_has_not_issued(one, member) or _conflicting_kind(one, member) for one in awaited for member in live)
 
