@@ -40,9 +40,9 @@ STATUS_TIMEOUT_S = 2.0
 DUMP_TIMEOUT_S = control_socket.ANSWER_TIMEOUT_S
 READ_TIMEOUT_S = 20.0
 MAX_CACHED_EVENT_LOGS = 64
+"""Event logs that are read on from where they were read last."""
 NOTHING_HERE = "nothing of this job is here"
 """The answer of a node that never had the job, as most nodes of a large cluster have not."""
-"""Event logs that are read on from where they were read last."""
 _CHUNK_BYTES = 1 << 20
 MAX_SHOWN_ROUNDS = 100
 MAX_UNREAD_BYTES = 256 << 20
