@@ -193,7 +193,7 @@ class EvidenceCollector:
         if self._thread is not None:
             self._requests.put(None)
             # First the directory that does not answer, then its replacement.
-            for over, seconds in ((False, PUBLISH_RETRY_TIMEOUT_S), (True, CLOSE_S)):
+            for over, seconds in ((False, PUBLISH_RETRY_TIMEOUT_S + CLOSE_S), (True, CLOSE_S)):
                 self._thread.join(seconds)
                 with self._lock:
                     self._dropped = over
