@@ -231,7 +231,7 @@ class AllTensors:
         self._parameters: dict[str, list[torch.Tensor]] = {}
         """Those of a module at a commit: one that shards them may have other ones later."""
         self._kept: dict[str, list[Any]] = {}
-        """What was seen at a commit; empty if they were not looked at."""
+        """Pieces as they were at a commit; none if they were not looked at."""
 
     def commit(self, looks: bool) -> None:
         modules = self._modules.items() if looks else ()
@@ -239,7 +239,7 @@ class AllTensors:
         self._kept = self._look(self._modules) if looks else {}
 
     def find_changed(self, has_sent: bool | None) -> list[str]:
-        """The names since the commit, and of modules' buffers.
+        """The names of what has changed since the commit; buffers have a name of their own.
 
         `has_sent`: this rank has sent something since, so that there may have been a forward pass, which changes
         buffers; None: there has been none.
@@ -249,7 +249,7 @@ class AllTensors:
         return [name for name, pieces in now.items() if pieces != self._kept.get(name)]
 
     def _look(self, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """At parameters, optimizers' states, and the buffers of these modules."""
+        """Pieces of parameters, of optimizers' states, and of the buffers of these modules, by name."""
         tensors = dict(self._parameters)
         for name, optimizer in self._optimizers.items():
             kept = list(getattr(optimizer, "state", {}).values())  # a wrapper need not have one
