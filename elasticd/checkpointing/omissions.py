@@ -214,7 +214,7 @@ class Omissions:
             )
 
     def _check_kept(self) -> None:
-        """Tensors that an optimizer keeps for parameters or modules elsewhere than in its `state`, as public code of KFAC."""
+        """Tensors for parameters or modules that an optimizer keeps elsewhere than in its `state`, as some code of KFAC."""
         if any(not isinstance(obj, _KINDS_OF_TORCH) for obj in self._all_attached()):
             return  # another object may save it
         for name, obj in self._optimizers().items():
