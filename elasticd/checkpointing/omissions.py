@@ -214,7 +214,7 @@ class Omissions:
             )
 
     def _check_kept(self) -> None:
-        """Tensors for parameters or modules that an optimizer keeps elsewhere than in its `state`, as some code of KFAC."""
+        """Tensors that an optimizer keeps for parameters or modules beside its `state`, as some code of KFAC."""
         if any(not isinstance(obj, _KINDS_OF_TORCH) for obj in self._all_attached()):
             return  # another object may save it
         for name, obj in self._optimizers().items():
