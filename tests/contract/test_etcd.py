@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -195,6 +196,27 @@ def test_watch_that_begins_late_names_its_prefixes(etcd: EtcdServers, opened: Op
     assert heard == ["job/", "other/"]
     assert len(follows) == 1
     watches.close()
+
+
+def test_failed_requests_leave_no_garbage() -> None:
+    """A hundred agents wait out an outage: what each request leaves would be theirs until garbage is collected."""
+    store = EtcdStore([("127.0.0.1", 1)], timeout_s=PROMPT_S)
+
+    def fail() -> None:
+        with pytest.raises(StoreUnavailable):
+            store.read("k")
+        with pytest.raises(StoreUnavailable):
+            store.compare_and_swap("k", None, b"v")
+
+    fail()
+    gc.collect()
+    gc.disable()
+    try:
+        fail()
+        assert gc.collect() < 100, "frames, requests and answers in cycles"
+    finally:
+        gc.enable()
+        store.close()
 
 
 def test_lost_answer_is_no_lost_race(etcd: EtcdServers, opened: Open, until: Until) -> None:

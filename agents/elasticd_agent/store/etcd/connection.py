@@ -152,7 +152,10 @@ class EtcdConnection:
         except StoreUnavailable as error:
             if not self.closing.is_set():
                 self.report_failure(str(error))
-            raise
+            # The frames that it has passed hold it, and gRPC's state, until garbage is collected: by then an outage has
+            # made megabytes of them. The sentence is all that anybody uses.
+            error.__cause__ = error.__context__ = None
+            raise error.with_traceback(None) from None
         self._report_success(method)
         return answer
 
@@ -316,16 +319,16 @@ class EtcdConnection:
         Raises StoreRefused if a member refuses us and no other may still accept us, else StoreUnavailable with the
         first member's reason.
         """
-        refused: list[StoreRefused] = []
-        unavailable: list[StoreUnavailable] = []
+        refused: list[str] = []  # not the errors: their frames hold this list
+        unavailable: list[str] = []
         for number, member in enumerate(order):
             share = (deadline - time.monotonic()) / (len(order) - number)
             try:
                 self._check_member(member, time.monotonic() + share)
             except StoreRefused as error:
-                refused.append(error)
+                refused.append(str(error))
             except StoreUnavailable as error:
-                unavailable.append(error)
+                unavailable.append(str(error))
             else:
                 with self._lock:
                     member.has_answered = True
@@ -334,8 +337,8 @@ class EtcdConnection:
                 return member
         # Once a member has accepted us, the refusal of another one is no reason to give up while members are down.
         if refused and not (unavailable and any(member.has_answered for member in order)):
-            raise refused[0]
-        raise unavailable[0]
+            raise StoreRefused(refused[0])
+        raise StoreUnavailable(unavailable[0])
 
     def _check_member(self, member: _EtcdMember, deadline: float) -> None:
         """Send a harmless request that needs a leader. Raises StoreUnavailable or StoreRefused."""

@@ -110,7 +110,10 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
         else:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             return connection
-    raise failed
+    try:
+        raise failed
+    finally:
+        del failed  # or this frame and the error would hold each other
 
 
 def _read_http2_answer(host: str, port: int, deadline: float) -> bytes:
