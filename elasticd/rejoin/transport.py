@@ -3,8 +3,11 @@
 `process_group.join` makes the next one, for each backend alike.
 
 **gloo.** Its connections are shut down: the pairs, found by the set of descriptors that each of gloo's loops waits
-for. Only connections with a peer are: gloo aborts the process if it loses its listening socket. No descriptor is closed
-here; their owners do that.
+for. Only connections with a peer are: gloo aborts the process if it loses its listening socket. They stay open, as far
+as the other ends can see, until all ranks have met in the next round: a rank that has not left yet and finds its peer
+gone as it sends would wait for ever (Pair::write keeps an operation that fails with EPIPE or ECONNRESET in tx_, and
+Pair::signalException signals none there). The process that has died may leave a rank in that wait, if it died in the
+same collective: the launcher replaces that rank, too.
 
 **NCCL.** The communicators are aborted, which ends kernels that wait for a dead rank. What the processor had queued
 behind them runs then, with gradients that lack a part: an optimizer's step, too. So what the device holds after an
@@ -40,13 +43,22 @@ if TYPE_CHECKING:
 class Gloo:
     """Groups whose ranks meet over connections of this process."""
 
+    def __init__(self) -> None:
+        self._held: list[int] = []
+        """Descriptors of connections that gloo has closed."""
+
     def reason_against(self) -> Reason:
         """Why a process cannot leave these groups, "" if it can."""
         return ""
 
     def interrupt(self) -> None:
         """End what the training thread waits in; called by another one."""
-        disconnect()
+        self._held += disconnect()
+
+    def close_left(self) -> None:
+        """Close the connections of the round before; once all its ranks have left it."""
+        while self._held:
+            os.close(self._held.pop())
 
     def leave(self, group: DefaultGroup) -> None:
         """Destroy all groups without waiting for other ranks. Raises RuntimeError for a device that is of no use."""
@@ -57,6 +69,7 @@ class Nccl(Gloo):
     """Groups with communicators of a device; some may be gloo's."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._lock = threading.Lock()
         """The thread that interrupts may still be at it when the training thread leaves."""
@@ -91,15 +104,20 @@ def of_device(device: torch.device) -> Gloo:
     return Gloo() if device.type == "cpu" else Nccl(device)
 
 
-def disconnect() -> None:
-    """Shut down the connections of gloo's process groups, and those to the round's store."""
+def disconnect() -> list[int]:
+    """Shut down the connections of gloo's process groups, and those to the round's store.
+
+    Returns descriptors that keep gloo's open for the other ends.
+    """
     libc = ctypes.CDLL(None)
+    held: list[int] = []
     for fd in list(_gloo_sockets()):
-        # For reading: gloo closes the pair then, and its next use raises. If a write failed before, gloo would wait for
-        # ever for the end of what it was sending (Pair::signalException signals no operation of tx_).
-        libc.shutdown(fd, socket.SHUT_RD)
+        with contextlib.suppress(OSError):  # gloo has closed it meanwhile, or there are too many
+            held.append(os.dup(fd))
+        libc.shutdown(fd, socket.SHUT_RD)  # gloo closes the pair then, and its next use raises
     for fd in list(_store_sockets(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))):
         libc.shutdown(fd, socket.SHUT_RDWR)
+    return held
 
 
 def _gloo_sockets() -> Iterator[int]:

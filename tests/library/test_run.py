@@ -140,8 +140,7 @@ class Owner:
         return kept
 
     def pause(self) -> None:
-        """As the agent does before a change without a fault. In a collective gloo may never end a write whose
-        connection breaks, see `disconnect`; the launcher would kill that rank."""
+        """As the agent does before a change without a fault."""
         with heartbeat.HeartbeatReader(self.folder / f"round-{self.round}" / "beat-0") as reader:
             reader.write_request(heartbeat.PAUSE)
         wait_for(lambda: any(note.kind == "paused" for note in notes(self, 0)), "the pause")

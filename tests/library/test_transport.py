@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from elasticd.process_group import DefaultGroup
 from elasticd.rejoin import transport
+from tests.library.conftest import Start
 
 CUDA = torch.device("cuda", 0)
 
@@ -81,3 +83,11 @@ def test_device_that_raises_is_said(device: Device) -> None:
 def test_ranks_on_gpus_restart_and_those_of_gloo_stay() -> None:
     assert transport.of_device(CUDA).reason_against() == "collectives of cuda devices cannot be left"
     assert transport.of_device(torch.device("cpu")).reason_against() == ""
+
+
+def test_rank_that_has_left_can_be_sent_to_until_all_have_left(start: Start, tmp_path: Path) -> None:
+    """A send that finds its peer gone may never end."""
+    job = start("parts.py", str(tmp_path))
+    first, second = job.results()
+    assert second["left"], "gloo ends what the rank waits for"
+    assert first["notices"]
