@@ -5,9 +5,10 @@
 **gloo.** Its connections are shut down: the pairs, found by the set of descriptors that each of gloo's loops waits
 for. Only connections with a peer are: gloo aborts the process if it loses its listening socket. They stay open, as far
 as the other ends can see, until all ranks have met in the next round: a rank that has not left yet and finds its peer
-gone as it sends would wait for ever (Pair::write keeps an operation that fails with EPIPE or ECONNRESET in tx_, and
-Pair::signalException signals none there). The process that has died may leave a rank in that wait, if it died in the
-same collective: the launcher replaces that rank, too.
+gone as it sends would wait for ever: Pair::write keeps an operation that fails with EPIPE or ECONNRESET in tx_, and
+Pair::signalException signals none there. Two such waits are left, and the launcher replaces a rank that is in one: a
+send to the process that has died, if it died in the same collective; and one of a collective that was queued behind the
+one that failed, since an operation whose buffer is gone blocks the connection's queue.
 
 **NCCL.** The communicators are aborted, which ends kernels that wait for a dead rank. What the processor had queued
 behind them runs then, with gradients that lack a part: an optimizer's step, too. So what the device holds after an
@@ -46,6 +47,8 @@ class Gloo:
     def __init__(self) -> None:
         self._held: list[int] = []
         """Descriptors of connections that gloo has closed."""
+        self._lock = threading.Lock()
+        """The thread that interrupts may not have begun, or still be at it, when the training thread leaves."""
 
     def reason_against(self) -> Reason:
         """Why a process cannot leave these groups, "" if it can."""
@@ -53,7 +56,7 @@ class Gloo:
 
     def interrupt(self) -> None:
         """End what the training thread waits in; called by another one."""
-        self._held += disconnect()
+        self._disconnect()
 
     def close_left(self) -> None:
         """Close the connections of the round before; once all its ranks have left it."""
@@ -62,7 +65,12 @@ class Gloo:
 
     def leave(self, group: DefaultGroup) -> None:
         """Destroy all groups without waiting for other ranks. Raises RuntimeError for a device that is of no use."""
+        self._disconnect()
         process_group.leave(group)
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            self._held += disconnect()
 
 
 class Nccl(Gloo):
@@ -71,8 +79,6 @@ class Nccl(Gloo):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._lock = threading.Lock()
-        """The thread that interrupts may still be at it when the training thread leaves."""
 
     def reason_against(self) -> Reason:
         return f"collectives of {self._device.type} devices cannot be left"

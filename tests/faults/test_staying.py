@@ -52,13 +52,21 @@ KINDS = [
 
 
 def train(job: StartJob, whole: Job, faults: list[Fault], *args: str, flags: Sequence[str] = ()) -> Job:
-    """Train with these faults, and with the same result as without."""
+    """Train with these faults, and with the same result as without.
+
+    gloo may leave a rank in a wait that never ends, see `transport.py`; on a busy machine about one time in a hundred.
+    """
     how: dict[str, Any] = {"workers": "3", "faults": faults, "flags": [*CHECKPOINTS, *flags]}
-    run = job("staying.py", "--steps", str(STEPS), *args, **how)
-    assert run.wait() == 0
-    for rank in range(3):
-        assert digests(run, rank) == digests(whole, rank)
-    return run
+
+    def once() -> Job:
+        run = job("staying.py", "--steps", str(STEPS), *args, **how)
+        assert run.wait() == 0
+        for rank in range(3):
+            assert digests(run, rank) == digests(whole, rank)
+        return run
+
+    run = once()
+    return once() if "did not leave it within" in run.err else run
 
 
 def digests(run: Job, rank: int) -> list[tuple[int, str]]:
