@@ -7,9 +7,7 @@ the same agent afterwards. Only its locks show which processes are alive. `DiskC
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import gc
 import json
 import os
 import secrets
@@ -21,6 +19,7 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.system.files import read_plain, replace_file
+from elasticd_agent.system.heaps import return_free_memory
 from elasticd_daemon.runners import liveness
 from elasticd_daemon.scheduler import retention
 
@@ -136,13 +135,4 @@ class DiskCleaner:
                     self._log(sentence)
             except Exception as error:  # noqa: BLE001 or the disk would fill up in the months to come
                 self._log(f"the files of ended jobs cannot be removed: {error!r}")
-            _return_free_memory()
-
-
-def _return_free_memory() -> None:
-    """Give the kernel the pages that nothing uses. A process of months keeps all that its busiest moments touched:
-    freed memory lies between memory in use, and glibc returns the end of its heaps only.
-    """
-    gc.collect()
-    with contextlib.suppress(AttributeError):  # musl has no such function
-        ctypes.CDLL(None).malloc_trim(0)
+            return_free_memory()

@@ -1,0 +1,42 @@
+"""What a process keeps of the largest moment of each of its threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys, threading
+from pathlib import Path
+from elasticd_agent.system import heaps
+
+def kib():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("RssAnon:"))
+
+if sys.argv[1] == "limited":
+    heaps.limit_heaps()
+end, begun = threading.Event(), threading.Barrier(17)
+
+def work():
+    for _ in range(3):
+        message = b"x" * (1 << 20)
+        later = b"y" * 2000
+        del message
+    begun.wait()
+    end.wait()
+
+before = kib()
+for _ in range(16):
+    threading.Thread(target=work).start()
+begun.wait()
+print(kib() - before)
+end.set()
+"""
+
+
+def kib_kept(kind: str) -> int:
+    return int(subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, check=True, text=True).stdout)
+
+
+def test_threads_keep_no_megabyte_each() -> None:
+    assert kib_kept("limited") < 4 << 10 < 6 << 10 < kib_kept("as it is")
