@@ -205,11 +205,15 @@ def resumes_come_from_the_chain(evidence: SoakLogs) -> Iterator[str]:
 
 
 def no_loser_is_resumed_from(evidence: SoakLogs) -> Iterator[str]:
-    """Once a round has a checkpoint of its own, every later one descends from it: what others write counts no more."""
+    """Once a round has a checkpoint of its own, every later one descends from it: what others write counts no more.
+
+    It has one when it begins, unless its processes held the state: then its first save makes one.
+    """
     begins, rounds = evidence.begins(), evidence.rounds()
+    held = {event["round"] for log in evidence.logs for event in log.of("resumed") if event.get("in_processes")}
     owned: dict[int, float] = {}
     for line in evidence.record:
-        if line.get("begins") and line["rank"] == 0:
+        if line.get("begins") and line["rank"] == 0 and line["round"] not in held:
             owned[line["round"]] = line["mono"]
     for log in evidence.logs:
         for event in log.of("checkpoint_saved"):

@@ -86,9 +86,10 @@ class Segment:
         for run in evidence.runs:
             self._steps[run.seq] = len(run.evidence.trained())
             self._lost[run.seq] = checker.steps_lost(run.evidence)
-        for seq in self._ended - self.judged if not self.breaches else ():
-            self.judged.add(seq)
-            shutil.rmtree(self.work / "jobs" / str(seq), ignore_errors=True)
+        for seq in self._ended - self.judged:
+            self.judged.add(seq)  # agents remove their logs of it, too
+            if not self.breaches:
+                shutil.rmtree(self.work / "jobs" / str(seq), ignore_errors=True)
         self._ended |= {run.seq for run in evidence.runs if run.endings}
 
     def minutes(self, etcd: EtcdServers, over: threading.Event) -> None:

@@ -304,6 +304,18 @@ def test_good_run_has_no_breach(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "every promise was kept\n"
 
 
+def test_round_that_began_in_processes_and_has_saved_nothing_may_be_gone_back_past(tmp_path: Path) -> None:
+    job = a_good_run()
+    of_a = job["agents"]["agent-0-a"]
+    find(of_a, kind="resumed", round=2)["in_processes"] = True
+    of_a.remove(find(of_a, kind="checkpoint_saved", round=2))
+    of_a[of_a.index(find(of_a, kind="resumed", round=3))] = resumed(3, 1, 4, 5.3)
+    job["record"] = [line for line in job["record"] if line["round"] != 3]
+    trained(job["record"], 3, 5.4, "a b", (1, 4), range(5, 9))
+    job["record"] += [{**who, "ends": 8, "ledger": ledger(range(1, 9))} for who in ranks(3, 6.0, "a b")]
+    assert breaches(written(job, tmp_path / "job")) == []
+
+
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
 def test_broken_promise_is_named(forge: Callable[[Job], None], tmp_path: Path) -> None:
     job = a_good_run()

@@ -13,7 +13,8 @@ import gc
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 MAX_HEAPS = 2
 LARGE_BYTES = 1 << 17
-"""What is as large has pages of its own, which the kernel gets back at once; glibc's default before it adapts."""
+"""A block of this size has pages of its own, which the kernel gets back at once. It is glibc's default before it
+adapts."""
 
 
 def limit_heaps() -> None:
