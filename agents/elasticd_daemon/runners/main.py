@@ -39,7 +39,6 @@ from elasticd_agent.model.job import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Jo
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
 from elasticd_agent.system.files import open_plain, replace_link
-from elasticd_agent.system.heaps import limit_heaps
 from elasticd_agent.system.network.control_socket import VerbHandler
 from elasticd_agent.system.processes.cgroups import join_group
 from elasticd_agent.system.processes.process import PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_PDEATHSIG, prctl
@@ -79,7 +78,6 @@ def job(argv: Sequence[str]) -> int:
     os.umask(0o077)
     prctl(PR_SET_NAME, RUNNER_COMM)
     _reset_oom_score()
-    limit_heaps()
     files = JobFiles(Path(argv[0]))
     lock, secrets_fd, *locks = map(int, argv[2:])
     keeper, code_lock = (fork_runner(locks[0], (lock, secrets_fd)), locks[1:]) if argv[1] else (0, locks)
