@@ -210,10 +210,11 @@ def no_loser_is_resumed_from(evidence: SoakLogs) -> Iterator[str]:
     It has one when it begins, unless its processes held the state: then its first save makes one.
     """
     begins, rounds = evidence.begins(), evidence.rounds()
-    held = {event["round"] for log in evidence.logs for event in log.of("resumed") if event.get("in_processes")}
+    resumes = (event for log in evidence.logs for event in log.of("resumed"))
+    from_files = {event["round"] for event in resumes if not event.get("in_processes")}
     owned: dict[int, float] = {}
     for line in evidence.record:
-        if line.get("begins") and line["rank"] == 0 and line["round"] not in held:
+        if line.get("begins") and line["rank"] == 0 and line["round"] in from_files:
             owned[line["round"]] = line["mono"]
     for log in evidence.logs:
         for event in log.of("checkpoint_saved"):

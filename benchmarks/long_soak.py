@@ -87,7 +87,7 @@ class Segment:
             self._steps[run.seq] = len(run.evidence.trained())
             self._lost[run.seq] = checker.steps_lost(run.evidence)
         for seq in self._ended - self.judged:
-            self.judged.add(seq)  # agents remove their logs of it, too
+            self.judged.add(seq)  # its agents remove their logs, without which a later look finds breaches
             if not self.breaches:
                 shutil.rmtree(self.work / "jobs" / str(seq), ignore_errors=True)
         self._ended |= {run.seq for run in evidence.runs if run.endings}

@@ -752,7 +752,7 @@ class Session:
         if holder is not None:
             holder.join_round(environment.round)
         group = process_group.join(environment, self._timeout, self._group.device)
-        self._transport.close_left()
+        self._transport.close_held()
         if self._is_attached_by_train:
             self._forget_attached()
         self._begin_round(environment, group)

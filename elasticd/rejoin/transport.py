@@ -3,12 +3,14 @@
 `process_group.join` makes the next one, for each backend alike.
 
 **gloo.** Its connections are shut down: the pairs, found by the set of descriptors that each of gloo's loops waits
-for. Only connections with a peer are: gloo aborts the process if it loses its listening socket. They stay open, as far
-as the other ends can see, until all ranks have met in the next round: a rank that has not left yet and finds its peer
-gone as it sends would wait for ever: Pair::write keeps an operation that fails with EPIPE or ECONNRESET in tx_, and
-Pair::signalException signals none there. Two such waits are left, and the launcher replaces a rank that is in one: a
-send to the process that has died, if it died in the same collective; and one of a collective that was queued behind the
-one that failed, since an operation whose buffer is gone blocks the connection's queue.
+for. Only connections with a peer are: gloo aborts the process if it loses its listening socket.
+
+Their other ends see them open until all ranks have met in the next round. Otherwise a rank that still sends would wait
+for ever: gloo's Pair::write keeps an operation that failed with EPIPE or ECONNRESET in tx_, and Pair::signalException
+ends none there. Some such waits are left, and the launcher replaces a rank that is in one:
+- a send to the process that has died, or to one whose script destroys its groups itself;
+- a send of more bytes than the kernel's buffers hold, if it is under way when its rank is interrupted;
+- one of a collective that was queued behind the one that failed: an operation whose buffer is gone blocks tx_.
 
 **NCCL.** The communicators are aborted, which ends kernels that wait for a dead rank. What the processor had queued
 behind them runs then, with gradients that lack a part: an optimizer's step, too. So what the device holds after an
@@ -27,6 +29,7 @@ import ctypes
 import fcntl
 import ipaddress
 import os
+import resource
 import socket
 import sys
 import threading
@@ -40,13 +43,16 @@ from elasticd.process_group import DefaultGroup
 if TYPE_CHECKING:
     import torch
 
+SPARE_DESCRIPTORS = 100
+"""Descriptors for what else a process opens meanwhile."""
+
 
 class Gloo:
     """Groups whose ranks meet over connections of this process."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
-        """Descriptors of connections that gloo has closed."""
+        """Our own descriptors of connections, which gloo closes as it is left."""
         self._lock = threading.Lock()
         """The thread that interrupts may not have begun, or still be at it, when the training thread leaves."""
 
@@ -58,8 +64,8 @@ class Gloo:
         """End what the training thread waits in; called by another one."""
         self._disconnect()
 
-    def close_left(self) -> None:
-        """Close the connections of the round before; once all its ranks have left it."""
+    def close_held(self) -> None:
+        """Close the connections of the round before, once all its ranks have left it."""
         while self._held:
             os.close(self._held.pop())
 
@@ -113,15 +119,20 @@ def of_device(device: torch.device) -> Gloo:
 def disconnect() -> list[int]:
     """Shut down the connections of gloo's process groups, and those to the round's store.
 
-    Returns descriptors that keep gloo's open for the other ends.
+    Returns descriptors that keep gloo's open for the other ends, none where too few are left.
     """
-    libc = ctypes.CDLL(None)
-    held: list[int] = []
-    for fd in list(_gloo_sockets()):
-        with contextlib.suppress(OSError):  # gloo has closed it meanwhile, or there are too many
-            held.append(os.dup(fd))
+    libc, held = ctypes.CDLL(None), []
+    pairs = list(_gloo_sockets())
+    clients = list(_store_sockets(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")))
+    # The groups of the next round have as many, and gloo aborts the process if one of those cannot be opened.
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    has_room = limit < 0 or len(open_descriptors()) + len(pairs) + SPARE_DESCRIPTORS <= limit
+    for fd in pairs:
+        with contextlib.suppress(OSError):  # gloo has closed it meanwhile
+            if has_room:
+                held.append(os.dup(fd))
         libc.shutdown(fd, socket.SHUT_RD)  # gloo closes the pair then, and its next use raises
-    for fd in list(_store_sockets(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))):
+    for fd in clients:
         libc.shutdown(fd, socket.SHUT_RDWR)
     return held
 

@@ -85,9 +85,18 @@ def test_ranks_on_gpus_restart_and_those_of_gloo_stay() -> None:
     assert transport.of_device(torch.device("cpu")).reason_against() == ""
 
 
-def test_rank_that_has_left_can_be_sent_to_until_all_have_left(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["is interrupted", "leaves"])
+def test_rank_that_has_left_can_be_sent_to_until_all_have_left(start: Start, tmp_path: Path, how: str) -> None:
     """A send that finds its peer gone may never end."""
-    job = start("parts.py", str(tmp_path))
-    first, second = job.results()
-    assert second["left"], "gloo ends what the rank waits for"
-    assert first["notices"]
+    job = start("parts.py", str(tmp_path), how)
+    assert job.codes() == [0, 0], [rank.errors() for rank in job.ranks]
+    assert job.ranks[0].result() == {"notices": True}
+
+
+@pytest.mark.parametrize(("limit", "held"), [(transport.SPARE_DESCRIPTORS, 0), (1024, 1)])
+def test_no_connection_is_kept_where_the_next_round_needs_its_descriptor(
+    start: Start, tmp_path: Path, limit: int, held: int
+) -> None:
+    """gloo aborts a process that has no descriptor for a connection."""
+    job = start("parts.py", str(tmp_path), "has few descriptors", str(limit))
+    assert job.results() == [{"held": held}] * 2
