@@ -269,6 +269,15 @@ def test_history_learns_how_long_an_evaluation_takes() -> None:
     assert history.learn_deadline_s(observation(3.5, 300, phase="eval")) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("phase", ["eval", "checkpoint"])
+def test_history_learns_a_step_without_the_phases_in_it(phase: str) -> None:
+    history = StepHistory(POLICY)
+    trained(history, 300, 0.01)
+    for at, seen in ((3.1, phase), (33.1, phase), (33.2, "step"), (38.2, "step")):
+        history.learn_deadline_s(observation(at, 300, phase=seen))
+    assert history.learn_deadline_s(observation(43.2, 301)) == pytest.approx(10.0 * POLICY.hang_factor, rel=0.05)
+
+
 def test_history_adds_up_rounds_of_plain_script() -> None:
     history = StepHistory(POLICY)
     assert history.update_high_water(observation(0.0, 40)) == 40

@@ -182,3 +182,18 @@ def test_broadcast_from_other_sources_is_no_fault_of_the_network() -> None:
     assert "ranks wait in different collectives" in judged(groups=reduces, alone=False).why
     of_other_ranks = tuple(replace(tail, members=1) for tail in waiting(2, finished).report.groups)
     assert "which all of its ranks wait in" in judged(groups=of_other_ranks).why
+
+
+def test_recorder_of_a_dump_that_names_none_is_that_of_its_collectives() -> None:
+    assert not recording("gloo:all_reduce", ONE).not_by_gloo
+    assert recording("nccl:all_reduce", ONE).not_by_gloo
+
+
+@pytest.mark.parametrize(("enqueued", "done"), [("7", True), ("8", False)])
+def test_status_of_a_group_counts_where_it_counts_what_is_recorded(enqueued: str, done: bool) -> None:
+    """gloo's state stays "scheduled". Its status counts messages, too, which are in no record."""
+    entry = {"collective_seq_id": 7, "pg_id": 0, "profiling_name": "gloo:all_reduce", "state": "scheduled"}
+    status = {"0": {"last_enqueued_collective": enqueued, "last_completed_collective": "7"}}
+    found = parse({"version": "2.10", "pg_status": status, "entries": [entry | {"process_group": ["0", "default_pg"]}]})
+    assert found is not None
+    assert found.issued_by_group["default group"][7].done is done

@@ -140,6 +140,16 @@ def test_lock_acquire_and_release_are_idempotent(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "made" / "here") == [".lock"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to others")
+def test_lock_that_root_makes_is_of_the_owner_of_the_directory(tmp_path: Path) -> None:
+    """One that is there is not root's to give away."""
+    os.chown(tmp_path, 4001, 4002)
+    for owner in (4001, 4003):
+        with acquired(tmp_path, "job", "run"):
+            assert (tmp_path / ".lock").stat().st_uid == owner
+        os.chown(tmp_path / ".lock", 4003, 4002)
+
+
 def test_lock_ignores_stale_name_in_file(tmp_path: Path) -> None:
     for left in (b"", b"\xff\x00", b"[]", b'{"job": "x"}', b"{" * 100_000):
         (tmp_path / ".lock").write_bytes(left)
