@@ -121,7 +121,7 @@ def disconnect() -> list[int]:
 
     Returns descriptors that keep gloo's open for the other ends, none where too few are left.
     """
-    libc, held = ctypes.CDLL(None), []
+    libc, duplicates = ctypes.CDLL(None), []
     pairs = list(_gloo_sockets())
     clients = list(_store_sockets(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")))
     # The groups of the next round have as many, and gloo aborts the process if one of those cannot be opened.
@@ -130,11 +130,11 @@ def disconnect() -> list[int]:
     for fd in pairs:
         with contextlib.suppress(OSError):  # gloo has closed it meanwhile
             if has_room:
-                held.append(os.dup(fd))
+                duplicates.append(os.dup(fd))
         libc.shutdown(fd, socket.SHUT_RD)  # gloo closes the pair then, and its next use raises
     for fd in clients:
         libc.shutdown(fd, socket.SHUT_RDWR)
-    return held
+    return duplicates
 
 
 def _gloo_sockets() -> Iterator[int]:
