@@ -2,8 +2,8 @@
 
 `process_group.join` makes the next one, for each backend alike.
 
-**gloo.** Its connections are shut down: the pairs, found by the set of descriptors that each of gloo's loops waits
-for. Only connections with a peer are: gloo aborts the process if it loses its listening socket.
+**gloo.** Its connections are shut down for reading: the pairs, found by the set of descriptors that each of gloo's
+loops waits for. Only connections with a peer are: gloo aborts the process if it loses its listening socket.
 
 Their other ends see them open until all ranks have met in the next round. Otherwise a rank that still sends would wait
 for ever: gloo's Pair::write keeps an operation that failed with EPIPE or ECONNRESET in tx_, and Pair::signalException

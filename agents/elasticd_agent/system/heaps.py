@@ -1,7 +1,7 @@
-"""The heaps of glibc in a process that runs for months, and that reads messages of a megabyte in each of its threads.
+"""The memory of a process that runs for months, and whose threads read messages of a megabyte.
 
-By itself glibc makes a heap for each thread, up to eight a core, and once a megabyte has been freed takes the next one
-from the thread's heap: each keeps the pages of the largest moment that it has seen.
+By itself glibc takes a block of a megabyte from the thread's own heap once another one has been freed. Then each
+thread's heap keeps the pages of the largest block that it has had.
 """
 
 from __future__ import annotations
@@ -10,19 +10,15 @@ import contextlib
 import ctypes
 import gc
 
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-MAX_HEAPS = 2
+_M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 1 << 17
-"""A block of this size has pages of its own, which the kernel gets back at once. It is glibc's default before it
-adapts."""
+"""glibc's own threshold before it adapts."""
 
 
-def limit_heaps() -> None:
-    """Have few heaps; before the first thread starts."""
+def map_large_blocks() -> None:
+    """Map each block from LARGE_BYTES by itself, so that the kernel gets its pages back as it is freed."""
     with contextlib.suppress(AttributeError):  # musl has no such function
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_ARENA_MAX, MAX_HEAPS)
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def return_free_memory() -> None:
