@@ -22,7 +22,7 @@ def test_kill_at_any_call_and_damage_of_any_file_cost_nothing_committed(start: A
     assert job.codes(timeout=100) == [0], (job.ranks[0].folder / "out").read_text() + job.ranks[0].errors()
     rows = [json.loads(line) for line in (job.ranks[0].folder / "out").read_text().splitlines()]
     assert [row["wrong"] for row in rows] == [[]] * len(PART)
-    assert all(row["killed"] and row["points"] > 200 and row["directories"] >= 9 for row in rows[:-1])
+    assert all(row["killed"] and row["points"] > 150 and row["directories"] >= 9 for row in rows[:-1])
     assert rows[-1]["damages"] > 20
 
 
@@ -35,7 +35,7 @@ def test_kill_at_any_call_of_every_other_life_costs_nothing_committed(start: Any
     assert job.codes(timeout=800) == [0], (job.ranks[0].folder / "out").read_text() + job.ranks[0].errors()
     rows = [json.loads(line) for line in (job.ranks[0].folder / "out").read_text().splitlines()]
     assert [row["wrong"] for row in rows] == [[]] * (len(names) + 1)
-    assert all(row["killed"] and row["points"] > 200 and row["directories"] >= 7 for row in rows[:-1])
+    assert all(row["killed"] and row["points"] > 150 and row["directories"] >= 7 for row in rows[:-1])
     assert rows[-1]["damages"] > 20
 
 

@@ -62,7 +62,7 @@ def test_buffers_are_rank_0s_and_plain_dcp_opens_it(start: Any, tmp_path: Path) 
     assert set(found["optimizer"]["state"]) == {key.split()[0] for key in first[0]["after"] if " " in key}
     own = {"model": {"first.weight": torch.zeros(10, 6)}}
     with pytest.warns(UserWarning, match="single process"):
-        dcp.load(own, checkpoint_id=directory / "r1-s4", no_dist=True)
+        dcp.load(own, checkpoint_id=directory / "r1-s4")
     assert torch.equal(own["model"]["first.weight"], found["model"]["first.weight"])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticd.checkpointing.state import shard_plan, sharded, training_state
@@ -30,12 +30,16 @@ def mesh() -> Iterator[DeviceMesh]:
     distributed.destroy_process_group()
 
 
+def divide(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """By rows, without communication: distribute_tensor() has that from torch 2.7 on."""
+    return DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)])
+
+
 def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Its parameters are divided by rows, as fully_shard() divides them."""
     for part in module.modules():
         for key, parameter in list(part.named_parameters(recurse=False)):
-            divided = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            part.register_parameter(key, nn.Parameter(divided))
+            part.register_parameter(key, nn.Parameter(divide(parameter.detach(), mesh)))
     return module
 
 
@@ -91,7 +95,7 @@ def test_modules_and_optimizers_are_in_shards_if_one_has_a_sharded_parameter(mes
     attached = {"plain": plain, "other": other, "divided": divided, "sgd": torch.optim.SGD(divided.parameters())}
     assert sharded.names_saved_in_shards(attached) == {"plain", "divided", "sgd"}
     assert sharded.names_saved_in_shards({"sgd": attached["sgd"], "other": other}) == {"sgd"}
-    plain.register_buffer("own", distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
+    plain.register_buffer("own", divide(torch.ones(4), mesh))
     assert sharded.names_saved_in_shards({"plain": plain}) == {"plain"}
 
 
@@ -158,7 +162,7 @@ def test_what_has_to_be_equal_on_all_ranks(mesh: DeviceMesh) -> None:
 
 def test_buffers_and_groups_are_those_of_rank_0(mesh: DeviceMesh) -> None:
     model = nn.Sequential(shard(nn.Linear(6, 4), mesh), nn.BatchNorm1d(4))
-    model.register_buffer("divided", distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
+    model.register_buffer("divided", divide(torch.ones(4), mesh))
     attached: dict[str, Any] = {"model": model, "optimizer": trained(model)}
     buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     first, second = (sharded.nested_state(attached, rank) for rank in (0, 1))

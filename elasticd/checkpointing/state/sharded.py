@@ -333,10 +333,11 @@ def _own_shard(saved: Any, like: torch.Tensor) -> Any:
         return saved
     if not _is_dtensor(like) or saved.shape != like.shape:
         return saved.clone()
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return distribute_tensor(saved, mesh, placements, src_data_rank=None).clone()
+    whole = DTensor.from_local(saved, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=placements).clone()  # distribute_tensor() communicates before torch 2.7
 
 
 def _local_optimizer(optimizer: Any) -> Any:
