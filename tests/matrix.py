@@ -36,6 +36,8 @@ HEAD = (
 TESTS = (
     "tests/config/test_torchrun_flags.py",
     "tests/examples/test_demo.py::test_demo_kills_recovers_and_draws",
+    "tests/hangs/collector",
+    "tests/hangs/test_evidence.py",
     "tests/library",
     "tests/torchrun_plugin",
     "tests/workers",

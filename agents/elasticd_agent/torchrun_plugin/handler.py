@@ -24,7 +24,7 @@ from typing import Any
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.store import Store
 from elasticd_agent.system.network.addresses import format_endpoint, local_address
-from elasticd_agent.system.network.tcp_store import with_backend_fallback
+from elasticd_agent.system.network.tcp_store import with_listening_socket
 from elasticd_agent.torchrun_plugin.member import JobClosed, JoinTimedOut, Participant
 from elasticd_agent.torchrun_plugin.options import PluginOptions
 from elasticd_agent.torchrun_plugin.plan import TorchrunMember, TorchrunRound
@@ -189,7 +189,7 @@ class TorchrunHandler:
             if rank != 0:
                 # First, because TCPStore repeats refused connections and prints a page of C++ frames.
                 socket.create_connection((host.address, host.port), patience_s).close()
-            store = with_backend_fallback(TCPStore)(
+            store = with_listening_socket(TCPStore)(
                 host.address,
                 host.port,
                 is_master=rank == 0,

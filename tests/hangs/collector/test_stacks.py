@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
+
 import pytest
 
-from elasticd_agent.hangs.collector.stacks import NOT_PERMITTED, from_faulthandler, from_py_spy, py_spy_error_line
-from elasticd_agent.hangs.stacks import Frame, digest
+from elasticd_agent.hangs.collector.stacks import (
+    NOT_PERMITTED,
+    from_faulthandler,
+    from_py_spy,
+    py_spy_error_line,
+    with_kernel_tids,
+)
+from elasticd_agent.hangs.stacks import Frame, ThreadStack, digest
 
 PYTHON = "/usr/lib/python3.11"
 
@@ -15,19 +25,36 @@ def spied(tid: int, *functions: str, **more: object) -> dict[str, object]:
     return {"thread_id": 140_000_000, "os_thread_id": tid, "thread_name": "T", "frames": frames, **more}
 
 
-def test_py_spy_main_thread_is_first() -> None:
-    threads = from_py_spy([spied(9, "other", active=True, owns_gil=True), spied(7, "f", "Net.g", active=False)], 7)
+def test_py_spy_threads() -> None:
+    threads = from_py_spy([spied(9, "other", active=True, owns_gil=True), spied(7, "f", "Net.g", active=False)])
     assert [(thread.tid, thread.state, thread.holds_gil) for thread in threads] == [
-        ("7", "idle", False),
         ("9", "active+gil", True),
+        ("7", "idle", False),
     ]
-    assert threads[0].frames == (Frame("f", "/x/train.py", 0), Frame("Net.g", "/x/train.py", 1))
+    assert threads[1].frames == (Frame("f", "/x/train.py", 0), Frame("Net.g", "/x/train.py", 1))
 
 
 @pytest.mark.parametrize("said", [[], {}, None, [{}], [{"frames": [{"name": "f"}], "thread_id": 1}]])
 def test_py_spy_malformed_output(said: object) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
-        from_py_spy(said, 7)
+        from_py_spy(said)
+
+
+@pytest.mark.parametrize("write", [str, hex], ids=["py-spy, Python 3.10", "faulthandler"])
+def test_ids_of_glibc_become_the_kernels_and_the_main_thread_is_first(write: Callable[[int], str]) -> None:
+    end = threading.Event()
+    other, main = threading.Thread(target=end.wait, name="MainThread"), threading.main_thread()
+    other.start()
+    try:
+        assert other.ident and main.ident
+        threads = [ThreadStack("MainThread", write(other.ident), ()), ThreadStack("renamed", write(main.ident), ())]
+        unknown = ThreadStack("", write(1), ())
+        found = with_kernel_tids([unknown, *threads], os.getpid(), os.getpid())
+        assert [thread.tid for thread in found] == [str(main.native_id), str(other.native_id), write(1)]
+        assert with_kernel_tids(found, os.getpid(), os.getpid()) == found
+        assert with_kernel_tids(threads, 2**22 + 1, 2**22 + 1) == tuple(threads)  # no such process
+    finally:
+        end.set()
 
 
 def test_faulthandler_script_thread_is_first() -> None:

@@ -13,9 +13,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticd.heartbeat.record import STACKS_SIGNAL
 from elasticd_agent.hangs.collector.request import FilePath
@@ -31,6 +32,8 @@ FIRST_TRY_PART, FIRST_TRY_S = 0.5, 2.0
 """The first py-spy may take this part of the time if that is long enough for a busy machine. The rest is for more."""
 FAULTHANDLER_TIMEOUT_S = 2.0
 """faulthandler writes a hundred threads in a few milliseconds, once the process gets a processor for the signal."""
+TID_OFFSET = 0x2D0
+"""Of glibc's `struct pthread` on x86-64, after a head of 704 bytes and a list's two pointers."""
 MAX_TEXT_BYTES = 4 << 20
 MAX_THREADS, MAX_FRAMES = 256, 512
 """The limits of one process and of one thread."""
@@ -69,7 +72,9 @@ def by_py_spy(program: str, pid: int, until: float, tid: int = 0) -> StackDump:
             trouble = f"py-spy {ran.trouble}"
         elif ran.code == 0:
             try:
-                return StackDump(from_py_spy(json.loads(ran.stdout), pid), "py-spy")
+                return StackDump(
+                    with_kernel_tids(from_py_spy(json.loads(ran.stdout)), pid, tid or pid)[:MAX_THREADS], "py-spy"
+                )
             except (ValueError, KeyError, TypeError) as error:
                 trouble = f"the output of py-spy cannot be decoded: {error}"
         else:
@@ -79,7 +84,7 @@ def by_py_spy(program: str, pid: int, until: float, tid: int = 0) -> StackDump:
     return StackDump(trouble=trouble)
 
 
-def from_py_spy(data: object, pid: int) -> tuple[ThreadStack, ...]:
+def from_py_spy(data: object) -> tuple[ThreadStack, ...]:
     """`py-spy dump --json` -> threads. Raises ValueError, KeyError or TypeError for anything else."""
     if not isinstance(data, list) or not data:
         raise ValueError("no threads")
@@ -90,7 +95,7 @@ def from_py_spy(data: object, pid: int) -> tuple[ThreadStack, ...]:
         state = "active+gil" if dumped.get("owns_gil") else "active" if dumped.get("active") else "idle"
         tid = dumped.get("os_thread_id") or dumped["thread_id"]
         threads.append(ThreadStack(str(dumped.get("thread_name") or ""), str(tid), frames, state))
-    return tuple(sorted(threads, key=lambda thread: thread.tid != str(pid))[:MAX_THREADS])
+    return tuple(threads)
 
 
 def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -> StackDump:
@@ -121,7 +126,7 @@ def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -
     threads = from_faulthandler(text)
     if not threads:
         return StackDump(trouble="faulthandler did not answer")
-    return StackDump(threads, "faulthandler")
+    return StackDump(with_kernel_tids(threads, pid, pid), "faulthandler")
 
 
 def from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
@@ -134,6 +139,28 @@ def from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
             stacks[-1][2].append(Frame(frame[3], frame[1], int(frame[2]) if frame[2].isdecimal() else 0))
     threads = [ThreadStack(name, tid, tuple(frames)) for name, tid, frames in reversed(stacks)]
     return tuple(sorted(threads, key=lambda t: not (t.frames and t.frames[-1].function in _MAIN_OUTERMOST_FUNCTIONS)))
+
+
+def with_kernel_tids(threads: Sequence[ThreadStack], pid: int, living_tid: int) -> tuple[ThreadStack, ...]:
+    """The threads with the kernel's ids in place of glibc's, the main one first.
+
+    faulthandler knows glibc's only; so does py-spy before Python 3.11, since it does not block.
+    """
+    tids = {str(tid) for tid in procfs.tids(pid)}
+
+    def kernel_tid(known: str) -> str:
+        if known in tids:
+            return known
+        try:
+            with open(f"/proc/{living_tid}/mem", "rb", buffering=0) as memory:
+                read = os.pread(memory.fileno(), 4, int(known, 0) + TID_OFFSET)
+        except (OSError, OverflowError, ValueError):
+            return known
+        tid = str(int.from_bytes(read, sys.byteorder))
+        return tid if tid in tids else known
+
+    numbered = [replace(thread, tid=kernel_tid(thread.tid)) for thread in threads]
+    return tuple(sorted(numbered, key=lambda thread: (thread.tid != str(pid), thread.name != "MainThread")))
 
 
 def handles_signal(pid: int, signum: int) -> bool:

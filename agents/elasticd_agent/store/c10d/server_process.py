@@ -28,7 +28,7 @@ from typing import Any
 
 from elasticd_agent.store.c10d import tcp_store as tcp
 from elasticd_agent.store.c10d.client_process import PROTOCOL_VERSION, WATCH_RECHECK_S, remove
-from elasticd_agent.system.network.tcp_store import with_backend_fallback
+from elasticd_agent.system.network.tcp_store import with_listening_socket
 
 TURN_S = 0.2
 """A lease may end so late; 0.2 s cost 0.2 % of a core."""
@@ -51,7 +51,7 @@ def serve(
     port = listener.getsockname()[1]
     # The store listens on all addresses of the listener's family; this process uses the nearest.
     wire = tcp.TcpStoreConnection(
-        with_backend_fallback(tcp_store), "127.0.0.1", port, 10.0, is_master=True, master_listen_fd=listener.detach()
+        with_listening_socket(tcp_store), "127.0.0.1", port, 10.0, is_master=True, master_listen_fd=listener.detach()
     )
     maintenance = HostMaintenance(wire)
     maintenance.initialize(standalone, term)

@@ -7,6 +7,7 @@ store up to their end.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import socket
@@ -33,19 +34,15 @@ def start(tcp_store: Callable[..., Any], host: str, listen_fd: int) -> Any:
     with socket.socket(fileno=os.dup(listen_fd)) as listener:
         port = listener.getsockname()[1]
     given = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen_fd}
-    return with_backend_fallback(tcp_store)(host, port, timeout=timedelta(seconds=60), **given)
+    return with_listening_socket(tcp_store)(host, port, timeout=timedelta(seconds=60), **given)
 
 
-def with_backend_fallback(tcp_store: Callable[..., Any]) -> Callable[..., Any]:
-    """`tcp_store` for a socket that listens already; torch 2.6 supports that only in its older backend."""
-
-    def made(*place: Any, **how: Any) -> Any:
-        try:
-            return tcp_store(*place, **how)
-        except NotImplementedError:
-            return tcp_store(*place, **how, use_libuv=False)
-
-    return made
+def with_listening_socket(tcp_store: Callable[..., Any]) -> Callable[..., Any]:
+    """`tcp_store` for a socket that listens already: before torch 2.8 only its older backend supports that, and the
+    newer one prints an error.
+    """
+    is_older = importlib.import_module("torch").__version__ < (2, 8)
+    return functools.partial(tcp_store, use_libuv=False) if is_older else tcp_store
 
 
 def main() -> None:
