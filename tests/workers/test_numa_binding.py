@@ -44,10 +44,10 @@ def test_the_cpus_are_those_that_torch_chooses(
     system = machine.write(tmp_path)
     listed = SimpleNamespace(listdir=lambda path: os.listdir(system / path.removeprefix("/sys/")), path=os.path)
     monkeypatch.setattr(theirs, "open", lambda path: (system / path.removeprefix("/sys/")).open(), raising=False)
-    monkeypatch.setattr(theirs, "_get_gpu_count", lambda: len(machine.gpus))
-    monkeypatch.setattr(
-        theirs, "_get_numa_node_index_for_gpu_index", lambda *, gpu_index: max(machine.gpus[gpu_index], 0)
-    )
+    gpu = "gpu" if hasattr(theirs, "_get_gpu_count") else "device"  # torch 2.15 names other devices, too
+    monkeypatch.setattr(theirs, f"_get_{gpu}_count", lambda: len(machine.gpus))
+    node_of = lambda **slot: max(machine.gpus[slot[f"{gpu}_index"]], 0)  # noqa: E731
+    monkeypatch.setattr(theirs, f"_get_numa_node_index_for_{gpu}_index", node_of)
     compared = 0
     for allowed in cpusets(machine):
         listed.sched_getaffinity = lambda pid, allowed=allowed: allowed
@@ -57,7 +57,7 @@ def test_the_cpus_are_those_that_torch_chooses(
             options = theirs.NumaOptions(theirs.AffinityMode(mode))
             for slot in range(len(machine.gpus)):
                 try:
-                    chosen = theirs._get_logical_cpus_to_bind_to(gpu_index=slot, numa_options=options)
+                    chosen = theirs._get_logical_cpus_to_bind_to(**{f"{gpu}_index": slot}, numa_options=options)
                 except (RuntimeError, ValueError):  # it ends the job
                     chosen = set()
                 if mode == "socket" and "" in machine.nodes.values():
