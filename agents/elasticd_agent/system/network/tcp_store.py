@@ -41,8 +41,8 @@ def with_listening_socket(tcp_store: Callable[..., Any]) -> Callable[..., Any]:
     """`tcp_store` for a socket that listens already: before torch 2.8 only its older backend supports that, and the
     newer one prints an error.
     """
-    is_older = importlib.import_module("torch").__version__ < (2, 8)
-    return functools.partial(tcp_store, use_libuv=False) if is_older else tcp_store
+    major, minor = importlib.import_module("torch.version").__version__.split(".")[:2]
+    return tcp_store if (int(major), int(minor)) >= (2, 8) else functools.partial(tcp_store, use_libuv=False)
 
 
 def main() -> None:
