@@ -39,6 +39,7 @@ TESTS = (
     "tests/hangs/collector",
     "tests/hangs/test_evidence.py",
     "tests/library",
+    "tests/torchrun_parity/test_endings.py",
     "tests/torchrun_plugin",
     "tests/workers",
 )

@@ -19,6 +19,15 @@ os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "_is_in_bad_fork"
 """
 
 
+# As an extension built with nanobind, which at the end of the process prints what is left of its types.
+BINDINGS = """
+import os
+Type = type("Type", (type,), {"__module__": "nanobind"})
+class Bound(metaclass=Type):
+    def __del__(self, write=os.write):
+        write(2, b"freed\\n")
+Bound.instance = Bound()
+"""
 LEAVES_A_THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()"
 LATE_THREAD = """
 import os, threading, time
@@ -50,6 +59,19 @@ def test_preload_that_cannot_be_forked_is_left_out(job: StartJob, tmp_path: Path
     run.file("ready-0")
     run.process.send_signal(signal.SIGTERM)
     run.wait()
+
+
+@pytest.mark.parametrize("script", ["import bindings", "import torch"])
+def test_modules_are_freed_at_the_end(job: StartJob, tmp_path: Path, script: str) -> None:
+    """Also those that the script has not imported, but only the template."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "bindings.py").write_text(BINDINGS)
+    (tmp_path / "train.py").write_text(script)
+    path = os.pathsep.join(map(str, (library, REPOSITORY, REPOSITORY / "agents")))
+    run = job(tmp_path / "train.py", flags=["--preload", "bindings"], env={"PYTHONPATH": path})
+    assert run.wait() == 0 and run.event("group_started")["warm"]
+    assert run.err.count("freed") == 2, run.err
 
 
 @pytest.mark.system

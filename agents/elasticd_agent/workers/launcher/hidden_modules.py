@@ -212,6 +212,11 @@ class HiddenModules(importlib.abc.MetaPathFinder):
         if not self.batches and self in sys.meta_path:
             sys.meta_path.remove(self)
 
+    def put_back_all(self) -> None:
+        """Put what the script has not imported into `sys.modules`, as Python ends."""
+        for batch in self.batches:
+            sys.modules.update(batch.modules)
+
     def put_back(self, modules: dict[str, ModuleType]) -> None:
         """Put modules back into `sys.modules`, and call what waits for one of them."""
         for name, module in modules.items():

@@ -36,6 +36,7 @@ In a cold start (`"mode": "cold"`) the hook only installs the worker's heartbeat
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -179,6 +180,8 @@ class Template:
             os._exit(0)
         gc.collect()  # of the user's modules: what torch left is frozen already
         gc.freeze()  # garbage collection in the workers then leaves the shared pages untouched
+        if any(type(cls).__module__ == "nanobind" for cls in object.__subclasses__()):
+            atexit.register(self.end_as_usual)
         self.send("TemplateReady", cold=cold or self.find_shadowing_file(), seconds=time.monotonic() - started)
         while True:
             request, fds = self.channel.receive_with_descriptors(self.control)
@@ -187,6 +190,11 @@ class Template:
             released = self.fork(request, [socket.socket(fileno=fd) for fd in fds])
             if released is not None:
                 return released
+
+    def end_as_usual(self) -> None:
+        """Let Python free all modules as it ends: nanobind prints what is left of its own, such as triton's, as leaked."""
+        self.hidden.put_back_all()
+        gc.unfreeze()
 
     def send(self, kind: str, **fields: Any) -> None:
         try:
