@@ -92,6 +92,15 @@ def test_rank_on_another_node_than_the_one_that_saves(
         assert_undisturbed(agent, whole, rank)
 
 
+def test_optimizer_that_divides_its_state_among_the_ranks(job: StartJob) -> None:
+    """No rank has all of it: neither is it saved at the fault, nor as rank 0's."""
+    run = job("kinds.py", "divided", faults=[Fault(1, 5, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 1
+    assert not run.events("resumed"), run.err
+    assert "Divided keeps a state for a part of its parameters: other ranks may have the rest" in run.err
+    assert "StateDiffers: momentum_buffer in the state of optimizer on rank 1 differs from rank 0's, which" in run.err
+
+
 @pytest.mark.parametrize(
     ("kind", "step", "why"),
     [

@@ -199,6 +199,34 @@ def test_number_in_the_state_of_an_optimizer() -> None:
     assert found.sentence.startswith("prev_loss in the state of optimizer on rank 1 differs from rank 0's")
 
 
+@pytest.mark.parametrize("divided", ["parameters", "each tensor"])
+def test_state_that_an_optimizer_divides_among_the_ranks(divided: str) -> None:
+    """As some code of Muon: a momentum for some parameters only, or for a part of each."""
+    ranks = Ranks(nn.Linear(4, 4), lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9))
+    for rank, attached in enumerate(ranks.attached):
+        model, state = attached["model"], attached["optimizer"].state
+        if divided == "parameters":
+            del state[model.bias if rank else model.weight]
+        else:
+            state[model.weight]["momentum_buffer"] = torch.full((2, 4), 1.0 + rank)
+    (found,) = ranks.save()
+    assert (found.name, found.is_error) == ("optimizer", True)
+    assert found.sentence.startswith("momentum_buffer in the state of optimizer on rank 1 differs from rank 0's, which")
+    for attached in ranks.attached:
+        attached["optimizer"].rank_independent = True
+    assert not ranks.save()
+
+
+def test_small_moments_are_not_compared_with_a_large_count() -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    for rank, attached in enumerate(ranks.attached):
+        kept = attached["optimizer"].state[attached["model"].weight]
+        kept["step"].fill_(1e6)
+        kept["exp_avg"].fill_(0.1 * (1 + rank))
+    (found,) = ranks.save()
+    assert found.sentence.startswith("exp_avg in the state of optimizer")
+
+
 def test_counts_and_other_values_of_an_optimizer() -> None:
     ranks = Ranks(nn.Linear(4, 4))
     optimizer = ranks.attached[1]["optimizer"]

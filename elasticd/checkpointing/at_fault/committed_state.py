@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from elasticd.checkpointing.at_fault import step_files, step_record
 from elasticd.checkpointing.at_fault.donor_rules import (
     MUTABLE_SETTING_REASON,
+    divided_state_reason,
     has_mutable_setting,
     is_alike_on_ranks,
     may_differ_reason,
@@ -74,6 +75,8 @@ class CommittedState:
         self._changes = 0
         self._must_look = False
         """The next commit looks whether there are other tensors to watch."""
+        self._stepped: set[int] = set()
+        """The parameters, by id, that have a gradient in the step that such a commit ends."""
         self.commits = 0
         self._record: step_record.StepRecord
         self._ring: StepRing
@@ -162,7 +165,7 @@ class CommittedState:
 
         Returns why this rank can no longer be a donor, or "".
         """
-        if why := self.reason_against():
+        if why := self.reason_against() or divided_state_reason(self.optimizers, self._stepped):
             return why
         before = self._groups
         self._watch()
@@ -187,6 +190,9 @@ class CommittedState:
 
     def before_optimizer_step(self, is_previous_committed: bool) -> None:
         """Before an optimizer's step; `is_previous_committed`: the step before it has been."""
+        if self._looks_at(self.commits + 1) and self._context.group.world_size > 1:
+            groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
+            self._stepped = {id(each) for parameters in groups for each in parameters if each.grad is not None}
         # A GPU may not have passed the commit when the next one is made, with which counters are compared from then on.
         if self.copies is not None and is_previous_committed and self._fingerprint.has_irregular_change():
             self._ring.last.is_spoilt = True
@@ -234,10 +240,11 @@ class CommittedState:
         if self._scalers:
             self._updates = self._scaler_update_marks()
         if scaler_skipped:
+            self._stepped.clear()
             self._fingerprint.recollect_at_next_commit()
         objects = self._copy_small_state()
         digest = self._unlike_objects_digest(objects) if self._unlike else b""
-        looks = self._must_look or self.commits & (self.commits - 1) == 0
+        looks = self._looks_at(self.commits)
         sizes = [len(group["params"]) for groups in objects[1] for group in groups]
         if (looks or sizes != self._sizes) and (why := self._watch_again()):
             return why
@@ -255,6 +262,9 @@ class CommittedState:
             self._whole = self._fingerprint.read_all()
         self._ring.last.revision = self._fingerprint.revision
         return ""
+
+    def _looks_at(self, commit: int) -> bool:
+        return self._must_look or commit & (commit - 1) == 0
 
     def has_drawn(self) -> bool:
         """Random numbers since the last commit."""

@@ -24,7 +24,7 @@ optimizer that are no tensors, parameters on two devices, collectives that NCCL 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,6 +229,17 @@ def _own_optimizer_state(rank: _Rank) -> Reason:
         if any((obj._optimizer_state_dict_pre_hooks, obj._optimizer_state_dict_post_hooks)):
             return "an optimizer has hooks for its state_dict"
     return MUTABLE_SETTING_REASON if any(has_mutable_setting(obj.param_groups) for obj in rank.optimizers) else ""
+
+
+def divided_state_reason(optimizers: Sequence[torch.optim.Optimizer], stepped: Collection[int]) -> Reason:
+    """The rule for an optimizer that divides its parameters among the ranks by itself, as some code of Muon. `stepped`
+    are the parameters, by id, that had a gradient in its last step.
+    """
+    for obj in optimizers:
+        for group in obj.param_groups:
+            if len({bool(obj.state.get(each)) for each in group["params"] if id(each) in stepped}) > 1:
+                return f"{type(obj).__name__} keeps a state for a part of its parameters: other ranks may have the rest"
+    return ""
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -1,8 +1,9 @@
 """Parts of a state of which rank 0's alone is saved, compared between ranks.
 
 Each rank describes its state at every save: a digest of small objects, of the plain values that an optimizer keeps, and
-a few numbers of parameters. Rank 0 compares them. In the first save of a job a difference is an error, since the script
-cannot mean it; later it has cost too much work to end the job, and rank 0's state is worth more than none.
+a few numbers of parameters and of an optimizer's tensors. Rank 0 compares them. In the first save of a job a difference
+is an error, since the script cannot mean it; later it has cost too much work to end the job, and rank 0's state is
+worth more than none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from elasticd.checkpointing.state import sharded, training_state
 MAX_DIGEST_S, DIGEST_TRIALS = 5e-3, 3
 """An object of which the digest takes longer at each of so many saves is not compared at others."""
 MAX_SAMPLED_PARAMETERS = 256
-"""Parameters of a module that are compared at a save; of a larger one others at the next save."""
+"""Parameters of a module, or of an optimizer, that are compared at a save; of a larger one others at the next save."""
 _NUMBERS_PER_PARAMETER = 8
 _ROUNDING, _ROUNDED_STEPS = 1e-5, 1000
 """The share by which ranks on GPUs of different kinds may differ after so many steps. Errors of rounding add up as the
@@ -31,8 +32,10 @@ square root of their number.
 """
 _WHOLE_STATE_KEY = ""
 """Stands for the key of a whole state."""
-ModuleSample = tuple["torch.Tensor", float, bool]
-"""Numbers of a module, the share of them that rounding may change, and whether nothing but a mistake explains more."""
+Sample = tuple["torch.Tensor", float, bool]
+"""Some numbers, the share of them that rounding may change, and whether nothing but a mistake explains more."""
+SampleName = str | tuple[str, str]
+"""A module's name, or an optimizer's and a key of its state."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ class ComparedState:
         """
         self._saves += 1
         unsharded = sharded.unsharded_digests(in_shards, world_size) if is_first else {}
-        compared = sample_modules({**attached, **in_shards}, self.stepped, step, self._saves)
-        return [self._object_digests(attached, is_first), unsharded, compared]
+        modules = sample_modules({**attached, **in_shards}, self.stepped, step, self._saves)
+        optimizers = _sample_optimizers(attached, self.stepped, step, self._saves)
+        return [self._object_digests(attached, is_first), unsharded, {**modules, **optimizers}]
 
     def _object_digests(self, attached: Mapping[str, Any], is_first: bool) -> dict[str, dict[str, str] | None]:
         """Digests of each object but modules: of the whole state, or of what an optimizer keeps, by key. None: not
@@ -121,9 +125,21 @@ def find_differences(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference
             True,
         )
     for name, numbers, is_error in _differing_samples(sampled):
+        ranks = ", ".join(map(str, numbers))
+        if isinstance(name, tuple):
+            optimizer, key = name
+            yield Difference(
+                optimizer,
+                f"{key} in the state of {optimizer} on rank {ranks} differs from rank 0's, which alone is saved: the "
+                "optimizer divides its state among the ranks, or each rank trains apart. Keep all of it on every rank, "
+                "shard it with fully_shard(), or attach it with per_rank= (8 MB at most). If any rank's will do, set "
+                "its rank_independent = True",
+                is_error,
+            )
+            continue
         yield Difference(
             name,
-            f"the parameters of {name} on rank {', '.join(map(str, numbers))} differ from rank 0's, which alone are "
+            f"the parameters of {name} on rank {ranks} differ from rank 0's, which alone are "
             "saved. Train it in DistributedDataParallel (wrap it again after unfreezing a layer), and change it in the "
             "same way on all ranks: the same seed for noise, the same steps, no save within no_sync(). If each rank "
             "trains its own, attach it with per_rank=",
@@ -152,7 +168,7 @@ def _value_digests(optimizer: Any) -> dict[str, str]:
 
 def sample_modules(
     attached: Mapping[str, Any], stepped: Collection[int], step: int, save: int
-) -> dict[str, ModuleSample]:
+) -> dict[SampleName, Sample]:
     """Some numbers of each module that this rank trains: other parameters at each save, until all have been seen.
     `stepped` are the optimizers, by id, that have made a step in this process.
 
@@ -163,7 +179,7 @@ def sample_modules(
     optimizers = [obj for obj in attached.values() if isinstance(obj, Optimizer)]
     groups = [group for optimizer in optimizers if id(optimizer) in stepped for group in optimizer.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
-    sampled: dict[str, ModuleSample] = {}
+    sampled: dict[SampleName, Sample] = {}
     for name, obj in attached.items():
         if not isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT_ATTRIBUTE, False):
             continue
@@ -181,14 +197,46 @@ def sample_modules(
             parameter.detach() for parameter in every[save % interval :: interval] if parameter.is_floating_point()
         ]
         if every := [parameter for parameter in every if type(parameter) is torch.Tensor and parameter.numel()]:
-            pieces = [_spread_numbers(parameter).float() for parameter in every]
-            devices = dict.fromkeys(piece.device for piece in pieces)
-            numbers = [torch.cat([piece for piece in pieces if piece.device == device]).cpu() for device in devices]
-            drift = _ROUNDING * max(step / _ROUNDED_STEPS, 1) ** 0.5
-            share = max(drift, 4 * max(torch.finfo(parameter.dtype).eps for parameter in every))
-            is_mistake = wrapper is None or not (wrapper.parameters_to_ignore or getattr(wrapper, "_comm_hooks", []))
-            sampled[name] = torch.cat(numbers).nan_to_num(), share, is_mistake
+            sampled[name] = (*_sample(every, step), wrapper is None or _averages_all(wrapper))
     return sampled
+
+
+def _sample_optimizers(
+    attached: Mapping[str, Any], stepped: Collection[int], step: int, save: int
+) -> dict[SampleName, Sample]:
+    """Some numbers of the tensors that each optimizer keeps of its parameters, by key: equal where gradients are."""
+    modules = (obj for obj in attached.values() if isinstance(obj, Module))
+    is_mistake = all(_averages_all(wrapper) for wrapper in map(training_state.find_ddp, modules) if wrapper is not None)
+    sampled: dict[SampleName, Sample] = {}
+    for name, obj in attached.items():
+        if not isinstance(obj, Optimizer) or id(obj) not in stepped:
+            continue
+        if getattr(obj, training_state.RANK_INDEPENDENT_ATTRIBUTE, False):
+            continue
+        kept = [obj.state.get(parameter) for group in obj.param_groups for parameter in group["params"]]
+        interval = len(kept) // MAX_SAMPLED_PARAMETERS + 1
+        by_key: dict[str, list[torch.Tensor]] = {}
+        for values in kept[save % interval :: interval]:
+            for key, value in values.items() if isinstance(values, Mapping) else ():
+                is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+                if is_plain and value.is_floating_point() and value.numel():
+                    by_key.setdefault(str(key), []).append(value.detach())
+        sampled |= {(name, key): (*_sample(every, step), is_mistake) for key, every in by_key.items()}
+    return sampled
+
+
+def _averages_all(wrapper: Any) -> bool:
+    return not (wrapper.parameters_to_ignore or getattr(wrapper, "_comm_hooks", []))
+
+
+def _sample(every: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, float]:
+    """Numbers of each, and the share of them that rounding may change in so many steps."""
+    pieces = [_spread_numbers(tensor).float() for tensor in every]
+    devices = dict.fromkeys(piece.device for piece in pieces)
+    numbers = [torch.cat([piece for piece in pieces if piece.device == device]).cpu() for device in devices]
+    drift = _ROUNDING * max(step / _ROUNDED_STEPS, 1) ** 0.5
+    share = max(drift, 4 * max(torch.finfo(tensor.dtype).eps for tensor in every))
+    return torch.cat(numbers).nan_to_num(), share
 
 
 def _spread_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,7 +246,9 @@ def _spread_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(len(flat) // _NUMBERS_PER_PARAMETER, 1)][:_NUMBERS_PER_PARAMETER]
 
 
-def _differing_samples(every_rank: Sequence[Mapping[str, ModuleSample]]) -> Iterator[tuple[str, list[int], bool]]:
+def _differing_samples(
+    every_rank: Sequence[Mapping[SampleName, Sample]],
+) -> Iterator[tuple[SampleName, list[int], bool]]:
     """Each name of which the samples are not those of rank 0, on which ranks, and whether that is a mistake.
 
     A rank that does not train a module counts only where it is rank 0.

@@ -92,6 +92,27 @@ def gan_both(job: Kind) -> None:
     job.train = train
 
 
+class Divided(torch.optim.SGD):
+    """Each rank updates a share of the parameters and keeps its momentum, as some code of Muon."""
+
+    def step(self, closure: Any = None) -> None:
+        every = self.param_groups[0]["params"]
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        gradients = [each.grad for each in every]
+        for number, each in enumerate(every):
+            each.grad = each.grad if number % ranks == rank else None
+        super().step(closure)
+        for number, (each, gradient) in enumerate(zip(every, gradients, strict=True)):
+            each.grad = gradient
+            torch.distributed.broadcast(each.detach(), number % ranks)
+
+
+@kind
+def divided(job: Kind) -> None:
+    job.ddp()
+    job.optimizer = job.attached["optimizer"] = Divided(job.net.parameters(), lr=0.01, momentum=0.9)
+
+
 @kind
 def averaged_in_steps_left_out(job: Kind) -> None:
     """As where a GradScaler finds an overflow: the optimizer makes no step, and the averaged weights follow."""
