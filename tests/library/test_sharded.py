@@ -74,6 +74,7 @@ MISTAKES = {
     "fsdp 1": "attach(model=...): FullyShardedDataParallel is not supported; shard it with fully_shard()",
     "twice": "attach(optimizer=...): its parameters are sharded already, and ZeroRedundancyOptimizer would divide them",
     "stranger": "attach(optimizer=...): it trains a parameter of no attached module",
+    "container": "attach(optimizer=...): the state_dict() of Container is not state and param_groups, which alone",
     "plain": "model.norm.weight is not sharded, and on rank 1 it differs from rank 0's, which alone is saved",
     "local": "optimizer.state.first.weight.m is not sharded, and on rank 1 it differs from rank 0's",
 }

@@ -70,11 +70,21 @@ def names_saved_in_shards(attached: Mapping[str, Any]) -> frozenset[str]:
 
 
 def structure_digests(attached: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of what has to be the same on all ranks, for each object."""
+    """Digests of what has to be the same on all ranks, for each object. Raises UsageError for an optimizer that would
+    not be saved whole.
+    """
     described: dict[str, Any] = {}
     for name, obj in attached.items():
         if isinstance(obj, Optimizer):
             owners = _parameter_names(obj, name, attached)
+            part = _local_optimizer(obj)
+            is_own = type(part).state_dict is not Optimizer.state_dict
+            if is_own and part.state_dict().keys() != {STATE_KEY, GROUPS_KEY}:
+                raise UsageError(
+                    f"attach({name}=...): the state_dict() of {type(part).__name__} is not state and param_groups, "
+                    "which alone are saved of an optimizer where the state is sharded. If it holds other optimizers, "
+                    "attach each of these in its place"
+                )
             settings = [
                 {key: _without_address(value) for key, value in group.items()} for group in _named_groups(obj, owners)
             ]

@@ -71,6 +71,21 @@ class Local(torch.optim.Optimizer):
                 self.state[parameter].setdefault("m", torch.zeros_like(own)).add_(own + dist.get_rank())
 
 
+class Container(torch.optim.Optimizer):
+    """Has another one inside, whose state it names by itself, as in torchtitan."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.inner = torch.optim.AdamW(parameters, lr=0.01)
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.inner.state_dict()["state"]
+        return {f"state.{at}.{key}": value for at, values in state.items() for key, value in values.items()}
+
+
 def average(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     dist.all_reduce(parameter.grad)
@@ -114,6 +129,8 @@ def build(session: elasticd.Session) -> tuple[Any, torch.optim.Optimizer]:
         return model, torch.optim.AdamW(groups, lr=0.03)
     if mistake == "local":
         return model, Local(trained, {"lr": 0.01})
+    if mistake == "container":
+        return model, Container(trained)
     return model, torch.optim.AdamW(groups if options["two groups"] else trained, lr=0.01)
 
 
