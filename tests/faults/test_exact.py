@@ -52,6 +52,7 @@ def test_kills_at_every_place_of_a_step_change_no_bit(tmp_path: Path, monkeypatc
         ("layer_clamped_late_now_and_then", "said"),
         ("buffer_after_step", "said"),
         ("lbfgs_of_each_ranks_loss", "said"),
+        ("batch_norm_with_gradients_averaged_by_hand", "said"),
     ],
 )
 def test_other_kinds(tmp_path: Path, kind: str, result: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.rank_differences import (
@@ -234,6 +235,26 @@ def test_counts_and_other_values_of_an_optimizer() -> None:
     optimizer.state["trust"] = 0.5
     (found,) = ranks.save()
     assert found.sentence.startswith("trust, count in the state of optimizer on rank 1 differs")
+
+
+@pytest.mark.parametrize("how", ["", "not persistent", "inside", "inside, not broadcast"])
+def test_buffers_that_each_rank_has_of_its_own(how: str) -> None:
+    """As where a script averages gradients by itself, or shards the model. Accelerate attaches what is inside."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("mean", torch.ones(4), persistent=how != "not persistent")
+    ranks = Ranks(module)
+    own = ranks.attached[1]["model"]
+    own.mean += 0.5
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        wrappers = [nn.parallel.DistributedDataParallel(each["model"]) for each in ranks.attached if "inside" in how]
+        for wrapper in wrappers:
+            wrapper.broadcast_buffers = how == "inside"
+        found = ranks.save()
+    finally:
+        distributed.destroy_process_group()
+    assert [each.is_error for each in found] == [False] * (how in ("", "inside, not broadcast"))
+    assert all("the buffers of model on rank 1 differ from rank 0's" in each.sentence for each in found)
 
 
 def test_order_in_which_an_optimizer_has_come_to_its_parameters_does_not_count() -> None:

@@ -9,6 +9,7 @@ worth more than none.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elasticd.checkpointing.state import sharded, training_state
@@ -34,8 +36,8 @@ _WHOLE_STATE_KEY = ""
 """Stands for the key of a whole state."""
 Sample = tuple["torch.Tensor", float, bool]
 """Some numbers, the share of them that rounding may change, and whether nothing but a mistake explains more."""
-SampleName = str | tuple[str, str]
-"""A module's name, or an optimizer's and a key of its state."""
+SampleName = str | tuple[str] | tuple[str, str]
+"""A module's name, in a tuple for its buffers; an optimizer's, and a key of its state."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class ComparedState:
         self._saves += 1
         unsharded = sharded.unsharded_digests(in_shards, world_size) if is_first else {}
         modules = sample_modules({**attached, **in_shards}, self.stepped, step, self._saves)
+        if is_first:
+            modules |= _sample_buffers({**attached, **in_shards}, modules, step)
         optimizers = _sample_optimizers(attached, self.stepped, step, self._saves)
         return [self._object_digests(attached, is_first), unsharded, {**modules, **optimizers}]
 
@@ -126,6 +130,14 @@ def find_differences(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference
         )
     for name, numbers, is_error in _differing_samples(sampled):
         ranks = ", ".join(map(str, numbers))
+        if isinstance(name, tuple) and len(name) == 1:
+            yield Difference(
+                f"the buffers of {name[0]}",
+                f"the buffers of {name[0]} on rank {ranks} differ from rank 0's, which alone are saved: after a "
+                "restart all ranks have those. SyncBatchNorm has the same statistics on every rank",
+                False,
+            )
+            continue
         if isinstance(name, tuple):
             optimizer, key = name
             yield Difference(
@@ -193,12 +205,37 @@ def sample_modules(
             if id(parameter) in trained or (is_in_ddp and (parameter.requires_grad or save > 1))
         ]
         interval = len(every) // MAX_SAMPLED_PARAMETERS + 1
-        every = [
-            parameter.detach() for parameter in every[save % interval :: interval] if parameter.is_floating_point()
-        ]
-        if every := [parameter for parameter in every if type(parameter) is torch.Tensor and parameter.numel()]:
+        every = [parameter.detach() for parameter in every[save % interval :: interval]]
+        if every := list(filter(_is_plain_float, every)):
             sampled[name] = (*_sample(every, step), wrapper is None or _averages_all(wrapper))
     return sampled
+
+
+def _sample_buffers(
+    attached: Mapping[str, Any], trained: Collection[SampleName], step: int
+) -> dict[SampleName, Sample]:
+    """Some numbers of the buffers of each module that is trained, and of which each rank has its own: no
+    DistributedDataParallel broadcasts them.
+    """
+    bare = {name: obj for name, obj in attached.items() if name in trained and training_state.find_ddp(obj) is None}
+    own = {name: obj for name, obj in bare.items() if _saved_buffers(obj)}
+    every = [obj for obj in gc.get_objects() if issubclass(type(obj), DistributedDataParallel)] if own else []
+    broadcast = {id(module) for obj in every if obj.broadcast_buffers for module in obj.module.modules()}
+    return {
+        (name,): (*_sample(_saved_buffers(obj)[:MAX_SAMPLED_PARAMETERS], step), False)
+        for name, obj in own.items()
+        if id(training_state.unwrap(obj)) not in broadcast
+    }
+
+
+def _saved_buffers(module: Module) -> list[torch.Tensor]:
+    """Buffers that hold numbers, of those that a checkpoint has."""
+    every = ((each, key, buffer) for each in module.modules() for key, buffer in each._buffers.items())
+    return [
+        buffer
+        for each, key, buffer in every
+        if buffer is not None and key not in each._non_persistent_buffers_set and _is_plain_float(buffer)
+    ]
 
 
 def _sample_optimizers(
@@ -218,8 +255,7 @@ def _sample_optimizers(
         by_key: dict[str, list[torch.Tensor]] = {}
         for values in kept[save % interval :: interval]:
             for key, value in values.items() if isinstance(values, Mapping) else ():
-                is_plain = type(value) is torch.Tensor and value.layout is torch.strided
-                if is_plain and value.is_floating_point() and value.numel():
+                if _is_plain_float(value):
                     by_key.setdefault(str(key), []).append(value.detach())
         sampled |= {(name, key): (*_sample(every, step), is_mistake) for key, every in by_key.items()}
     return sampled
@@ -227,6 +263,11 @@ def _sample_optimizers(
 
 def _averages_all(wrapper: Any) -> bool:
     return not (wrapper.parameters_to_ignore or getattr(wrapper, "_comm_hooks", []))
+
+
+def _is_plain_float(value: Any) -> bool:
+    is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+    return is_plain and value.is_floating_point() and value.numel() > 0
 
 
 def _sample(every: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, float]:

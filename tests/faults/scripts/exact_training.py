@@ -173,6 +173,14 @@ def gradients_averaged_by_hand(job: Script) -> None:
 
 
 @kind
+def batch_norm_with_gradients_averaged_by_hand(job: Script) -> None:
+    """Each rank's statistics are of its own batches."""
+    job.net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+    gradients_averaged_by_hand(job)
+    job.noted = lambda: [job.net.state_dict(), job.optimizer.state_dict()]
+
+
+@kind
 def zero_redundancy(job: Script) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
