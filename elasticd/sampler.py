@@ -194,7 +194,8 @@ class ElasticBatchSampler:
         seed: the same on every rank, below 2**64. The order is a function of (dataset length, seed, epoch) alone, see
             `elasticd.shuffle`.
         drop_last: leave out the samples after the last full global batch of an epoch.
-        rank, world_size: from the default process group unless both are given; 0 of 1 where there is none.
+        rank, world_size: from the default process group unless both are given; 0 of 1 where there is none. Under tensor
+            parallelism those of the mesh's dimension that divides the data: ranks of one group get the same samples.
         order: a sampler of your own (weighted, grouped by length), a sequence of indices, or a function that gives one
             for an epoch, in place of the shuffle. It has to be the same on all ranks; see `elasticd.order`. `shuffle`
             has no effect then, and an epoch is as long as the order.
