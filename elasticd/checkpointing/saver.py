@@ -269,8 +269,9 @@ class Saver:
         """Every rank's random state, `per_rank` states and digests, on rank 0; why ranks' own cannot be saved."""
         context, rank = self.context, self.context.group.rank
         own = {name: obj.state_dict() for name, obj in context.per_rank.items()}
-        digests = self.compared_state.describe(attached, in_shards, context.group.world_size, step, not self._accepted)
+        size, is_first = context.group.world_size, not self._accepted
         try:
+            digests = self.compared_state.describe(attached, in_shards, size, step, is_first)
             check_loadable(own)
             mine = training_state.to_bytes(
                 [random_state or training_state.random_state(context.group.device), own, digests]

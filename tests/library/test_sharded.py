@@ -75,6 +75,7 @@ MISTAKES = {
     "twice": "attach(optimizer=...): its parameters are sharded already, and ZeroRedundancyOptimizer would divide them",
     "stranger": "attach(optimizer=...): it trains a parameter of no attached module",
     "container": "attach(optimizer=...): the state_dict() of Container is not state and param_groups, which alone",
+    "whole": "Whole keeps 'count' in the state of optimizer, which is of no parameter: where the state is sharded",
     "plain": "model.norm.weight is not sharded, and on rank 1 it differs from rank 0's, which alone is saved",
     "local": "optimizer.state.first.weight.m is not sharded, and on rank 1 it differs from rank 0's",
 }

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import CHECKSUM_ALGORITHM, Checksum
-from elasticd.errors import CheckpointError, UsageError
+from elasticd.errors import CheckpointError, CheckpointRefused, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -108,8 +108,17 @@ def unsharded_digests(attached: Mapping[str, Any], world_size: int) -> dict[str,
     them.
 
     Not of single numbers of an optimizer, and not of what DistributedDataParallel and ZeroRedundancyOptimizer manage.
+    Raises CheckpointRefused for what an optimizer keeps of no parameter.
     """
 
+    for name, obj in attached.items():
+        kept = _local_optimizer(obj).state if isinstance(obj, Optimizer) else ()
+        if keys := [key for key in kept if not isinstance(key, torch.Tensor)]:
+            raise CheckpointRefused(
+                f"{type(obj).__name__} keeps {keys[0]!r} in the state of {name}, which is of no parameter: where the "
+                "state is sharded, an optimizer's is saved by parameters. Keep it in a parameter group, or in an "
+                "attached object with state_dict() and load_state_dict(). Nothing was saved"
+            )
     equal = training_state.replicated_storages(attached, world_size)
     digests: dict[str, str] = {}
 

@@ -71,6 +71,14 @@ class Local(torch.optim.Optimizer):
                 self.state[parameter].setdefault("m", torch.zeros_like(own)).add_(own + dist.get_rank())
 
 
+class Whole(torch.optim.SGD):
+    """Keeps something of all parameters together."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["count"] = {"of": 1}
+
+
 class Container(torch.optim.Optimizer):
     """Has another one inside, whose state it names by itself, as in torchtitan."""
 
@@ -129,6 +137,8 @@ def build(session: elasticd.Session) -> tuple[Any, torch.optim.Optimizer]:
         return model, torch.optim.AdamW(groups, lr=0.03)
     if mistake == "local":
         return model, Local(trained, {"lr": 0.01})
+    if mistake == "whole":
+        return model, Whole(trained, lr=0.01)
     if mistake == "container":
         return model, Container(trained)
     return model, torch.optim.AdamW(groups if options["two groups"] else trained, lr=0.01)
