@@ -218,6 +218,20 @@ def test_state_that_an_optimizer_divides_among_the_ranks(divided: str) -> None:
     assert not ranks.save()
 
 
+def test_division_of_many_parameters_shows_at_the_first_save() -> None:
+    """Whatever the interval would be at which they are compared later."""
+    count = MAX_SAMPLED_PARAMETERS
+    ranks = Ranks(nn.ParameterList(torch.ones(1) for _ in range(count)), lambda p, lr: torch.optim.SGD(p, lr, 0.9))
+    for rank, attached in enumerate(ranks.attached):
+        for each in list(attached["model"])[rank::2]:
+            del attached["optimizer"].state[each]
+            attached["optimizer"].state[each] = {}
+        for number, each in enumerate(attached["model"]):
+            if number % 2 != rank:
+                attached["optimizer"].state[each]["momentum_buffer"] += rank
+    assert [each.is_error for each in ranks.save()] == [True]
+
+
 def test_small_moments_are_not_compared_with_a_large_count() -> None:
     ranks = Ranks(nn.Linear(4, 4))
     for rank, attached in enumerate(ranks.attached):

@@ -68,7 +68,7 @@ class ComparedState:
         modules = sample_modules({**attached, **in_shards}, self.stepped, step, self._saves)
         if is_first:
             modules |= _sample_buffers({**attached, **in_shards}, modules, step)
-        optimizers = _sample_optimizers(attached, self.stepped, step, self._saves)
+        optimizers = _sample_optimizers(attached, self.stepped, step, self._saves, is_first)
         return [self._object_digests(attached, is_first), unsharded, {**modules, **optimizers}]
 
     def _object_digests(self, attached: Mapping[str, Any], is_first: bool) -> dict[str, dict[str, str] | None]:
@@ -239,9 +239,11 @@ def _saved_buffers(module: Module) -> list[torch.Tensor]:
 
 
 def _sample_optimizers(
-    attached: Mapping[str, Any], stepped: Collection[int], step: int, save: int
+    attached: Mapping[str, Any], stepped: Collection[int], step: int, save: int, is_first: bool
 ) -> dict[SampleName, Sample]:
-    """Some numbers of the tensors that each optimizer keeps of its parameters, by key: equal where gradients are."""
+    """Some numbers of the tensors that each optimizer keeps of its parameters, by key: equal where gradients are. Of
+    all parameters at the first save, since ranks that divide them may do so by any rule.
+    """
     modules = (obj for obj in attached.values() if isinstance(obj, Module))
     is_mistake = all(_averages_all(wrapper) for wrapper in map(training_state.find_ddp, modules) if wrapper is not None)
     sampled: dict[SampleName, Sample] = {}
@@ -251,7 +253,7 @@ def _sample_optimizers(
         if getattr(obj, training_state.RANK_INDEPENDENT_ATTRIBUTE, False):
             continue
         kept = [obj.state.get(parameter) for group in obj.param_groups for parameter in group["params"]]
-        interval = len(kept) // MAX_SAMPLED_PARAMETERS + 1
+        interval = 1 if is_first else len(kept) // MAX_SAMPLED_PARAMETERS + 1
         by_key: dict[str, list[torch.Tensor]] = {}
         for values in kept[save % interval :: interval]:
             for key, value in values.items() if isinstance(values, Mapping) else ():
