@@ -42,7 +42,7 @@ def test_kills_at_every_place_of_a_step_change_no_bit(tmp_path: Path, monkeypatc
         ("unfrozen_late", "exact"),
         ("moments_reset_in_a_saved_tail", "exact"),
         ("buffer_in_a_saved_tail", "exact"),
-        ("trained_apart", "refused"),
+        ("trained_apart", "said"),
         ("scheduler_after_step", "refused"),
         ("ema_after_step", "refused"),
         ("clamped_after_step", "refused"),

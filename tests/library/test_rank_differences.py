@@ -240,6 +240,7 @@ def test_small_moments_are_not_compared_with_a_large_count() -> None:
         kept["exp_avg"].fill_(0.1 * (1 + rank))
     (found,) = ranks.save()
     assert found.sentence.startswith("exp_avg in the state of optimizer")
+    assert not found.is_error, "each rank keeps all of it: such as errors that it feeds back"
 
 
 def test_counts_and_other_values_of_an_optimizer() -> None:

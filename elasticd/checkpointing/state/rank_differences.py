@@ -34,8 +34,9 @@ square root of their number.
 """
 _WHOLE_STATE_KEY = ""
 """Stands for the key of a whole state."""
-Sample = tuple["torch.Tensor", float, bool]
-"""Some numbers, the share of them that rounding may change, and whether nothing but a mistake explains more."""
+Sample = tuple["torch.Tensor", float, bool, tuple[Any, ...]]
+"""Some numbers, the share of them that rounding may change, whether nothing but a mistake explains more, and of which
+parameters an optimizer keeps them, by number, each with whether it is kept in part."""
 SampleName = str | tuple[str] | tuple[str, str]
 """A module's name, in a tuple for its buffers; an optimizer's, and a key of its state."""
 
@@ -207,7 +208,7 @@ def sample_modules(
         interval = len(every) // MAX_SAMPLED_PARAMETERS + 1
         every = [parameter.detach() for parameter in every[save % interval :: interval]]
         if every := list(filter(_is_plain_float, every)):
-            sampled[name] = (*_sample(every, step), wrapper is None or _averages_all(wrapper))
+            sampled[name] = (*_sample(every, step), wrapper is None or _averages_all(wrapper), ())
     return sampled
 
 
@@ -222,7 +223,7 @@ def _sample_buffers(
     every = [obj for obj in gc.get_objects() if issubclass(type(obj), DistributedDataParallel)] if own else []
     broadcast = {id(module) for obj in every if obj.broadcast_buffers for module in obj.module.modules()}
     return {
-        (name,): (*_sample(_saved_buffers(obj)[:MAX_SAMPLED_PARAMETERS], step), False)
+        (name,): (*_sample(_saved_buffers(obj)[:MAX_SAMPLED_PARAMETERS], step), False, ())
         for name, obj in own.items()
         if id(training_state.unwrap(obj)) not in broadcast
     }
@@ -252,14 +253,17 @@ def _sample_optimizers(
             continue
         if getattr(obj, training_state.RANK_INDEPENDENT_ATTRIBUTE, False):
             continue
-        kept = [obj.state.get(parameter) for group in obj.param_groups for parameter in group["params"]]
-        interval = 1 if is_first else len(kept) // MAX_SAMPLED_PARAMETERS + 1
-        by_key: dict[str, list[torch.Tensor]] = {}
-        for values in kept[save % interval :: interval]:
+        parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
+        interval = 1 if is_first else len(parameters) // MAX_SAMPLED_PARAMETERS + 1
+        by_key: dict[str, dict[tuple[int, bool], torch.Tensor]] = {}
+        for place in range(save % interval, len(parameters), interval):
+            values = obj.state.get(parameters[place])
             for key, value in values.items() if isinstance(values, Mapping) else ():
                 if _is_plain_float(value):
-                    by_key.setdefault(str(key), []).append(value.detach())
-        sampled |= {(name, key): (*_sample(every, step), is_mistake) for key, every in by_key.items()}
+                    is_part = 1 < value.numel() < parameters[place].numel()
+                    by_key.setdefault(str(key), {})[place, is_part] = value.detach()
+        for key, every in by_key.items():
+            sampled[name, key] = (*_sample([*every.values()], step), is_mistake, tuple(every))
     return sampled
 
 
@@ -294,15 +298,17 @@ def _differing_samples(
 ) -> Iterator[tuple[SampleName, list[int], bool]]:
     """Each name of which the samples are not those of rank 0, on which ranks, and whether that is a mistake.
 
-    A rank that does not train a module counts only where it is rank 0.
+    A rank that does not train a module counts only where it is rank 0. An optimizer that keeps whole tensors of
+    the same parameters on all ranks may mean to have other numbers in them, such as errors that it feeds back.
     """
     for name in {name: None for of_rank in every_rank for name in of_rank}:
         having = {rank: of_rank[name] for rank, of_rank in enumerate(every_rank) if name in of_rank}
-        first, share, is_mistake = having.get(0, (None, 0.0, False))
+        first, share, is_mistake, kept = having.get(0, (None, 0.0, False, None))
         if ranks := [
-            rank for rank, (own, _, _) in having.items() if first is None or not _is_within_rounding(own, first, share)
+            rank for rank, (own, *_) in having.items() if first is None or not _is_within_rounding(own, first, share)
         ]:
-            yield name, ranks, is_mistake
+            is_divided = any(having[rank][3] != kept for rank in ranks) or any(is_part for _, is_part in kept or ())
+            yield name, ranks, is_mistake and (isinstance(name, str) or is_divided)
 
 
 def _is_within_rounding(own: torch.Tensor, first: torch.Tensor, share: float) -> bool:
