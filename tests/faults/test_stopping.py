@@ -193,3 +193,12 @@ def test_a_signal_at_the_very_start_is_not_lost(job: StartJob) -> None:
         run.event("group_started")
         run.process.terminate()
         assert run.wait() == 128 + signal.SIGTERM
+
+
+def test_what_outlives_a_success_is_named(job: StartJob) -> None:
+    """An upload in the background, say: under torchrun it would run to its end."""
+    run = job("plain.py", COLD, "daemon")
+    assert run.wait() == 0
+    daemons = [int(pid) for pid in run.file("family").split()]
+    said = run.err.partition("round 1: what outlived its workers got SIGTERM: ")[2].splitlines()[:1]
+    assert daemons and all(f"{sys.executable} -c (pid {pid})" in "".join(said) for pid in daemons), run.err

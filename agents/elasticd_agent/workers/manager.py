@@ -463,8 +463,10 @@ class WorkerManager:
                 names = listing(group.round.ranks(self._node)[at] for at in late)
                 left = f"{plural(len(late), 'rank')} {names} did not leave it within {seconds:.1f} s"
                 self._report(f"round {number}: {left}: killed, and replaced by a new process")
-            case messages.Ended(name, processes, waiting):
+            case messages.Ended(name, processes, waiting, left_behind):
                 del self._groups[name]
+                if left_behind:
+                    self._report(f"round {number}: what outlived its workers got SIGTERM: {listing(left_behind)}")
                 over = group.ever_entered - group.entered - group.failed
                 if group.ranks_to_keep and over:
                     names = listing(group.round.ranks(self._node)[at] for at in sorted(over))

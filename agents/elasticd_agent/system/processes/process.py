@@ -204,6 +204,14 @@ def may_be_cleaner(pid: int) -> bool:
     )
 
 
+def program_of(pid: int) -> str:
+    """The first two words of its command line: further ones may be secrets. "" for a zombie, and for a worker of a
+    DataLoader, which ends by itself within 5 s of its parent."""
+    if _read_proc(pid, "comm").strip() == "pt_data_worker":
+        return ""
+    return " ".join(" ".join(_read_proc(pid, "cmdline").split("\0")[:2]).split())[:80]
+
+
 def _read_proc(pid: int, name: str) -> str:
     try:
         with open(f"/proc/{pid}/{name}", errors="replace") as file:

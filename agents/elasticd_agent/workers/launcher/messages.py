@@ -300,11 +300,13 @@ class NotParked(NamedTuple):
 
 class Ended(NamedTuple):
     """No process of the group is left, except the store if it is kept, processes that survive SIGKILL, and the local
-    ranks in `kept`: these wait at their entry for another release."""
+    ranks in `kept`: these wait at their entry for another release. `left_behind`: programs that ran on after a success,
+    and got SIGTERM."""
 
     group: int
     unkillable: list[UnkillableProcess]
     kept: Sequence[int] = ()
+    left_behind: Sequence[str] = ()
 
 
 class ReleasedAhead(NamedTuple):

@@ -76,6 +76,8 @@ class OwnedGroup:
         """When its workers had ended and left processes behind."""
         self.asked: set[int] = set()
         """Those that got SIGTERM."""
+        self.left_behind: list[str] = []
+        """The programs among them that nobody has asked to stop."""
         self.stopped = self.runs_programs = False
         """The workers got a signal to end; some of them are shells, which may end by it before their programs do."""
 

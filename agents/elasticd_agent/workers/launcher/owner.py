@@ -80,6 +80,7 @@ from elasticd_agent.system.processes.process import (
     is_shell,
     may_be_cleaner,
     prctl,
+    program_of,
     session_of,
     signal_child,
     spawn,
@@ -89,6 +90,9 @@ from elasticd_agent.workers.launcher.cpu_binding import bind_to_cpus
 from elasticd_agent.workers.launcher.messages import STORE_RANK
 from elasticd_agent.workers.launcher.owned_group import OwnedGroup
 from elasticd_agent.workers.launcher.writer_process import SaveAtFault, WriterProcess
+
+ORPHANS_END_S = 0.5
+"""The time after a success in which helpers of Python and torch end by themselves, as their pipes have closed."""
 
 
 class Owner:
@@ -671,12 +675,13 @@ class Owner:
             self.report_group_ended(group, keeps_store, leftovers)
 
     def end_leftovers(self, group: OwnedGroup, leftovers: list[int], now: float) -> None:
-        """After a success SIGTERM and a grace period come first. Cleaners of shared memory get a moment in any case."""
+        """After a success a moment to end by themselves, SIGTERM and a grace period come first. Cleaners of shared
+        memory get a moment in any case."""
         if group.leftovers_since is None:
             group.leftovers_since = now
-        if not group.failed:
-            self.send_sigterm_once(group, leftovers)
         waited_s = now - max(group.leftovers_since, group.last_exit_at)
+        if not group.failed and (group.stopped or waited_s > ORPHANS_END_S):
+            self.send_sigterm_once(group, leftovers)
         if group.failed or waited_s > group.leftover_grace_s():
             for pid in leftovers:
                 if waited_s > LEFTOVER_GRACE_S or not may_be_cleaner(pid):
@@ -686,6 +691,8 @@ class Owner:
         """Send SIGTERM to those that did not get it yet. Cleaners of shared memory free it, and end by themselves."""
         for pid in set(leftovers) - group.asked:
             if not may_be_cleaner(pid):
+                if not group.stopped and (program := program_of(pid)):
+                    group.left_behind.append(f"{program} (pid {pid})")
                 signal_child(pid, signal.SIGTERM)
                 group.asked.add(pid)
 
@@ -697,7 +704,7 @@ class Owner:
         if not keeps_store:
             group.alive.clear()
             self.kill_and_forget(group)
-        self.report(messages.Ended(group.name, unkillable, sorted(group.kept)))
+        self.report(messages.Ended(group.name, unkillable, sorted(group.kept), group.left_behind))
 
     def leftover_pids(self) -> list[int]:
         """Our children that are neither template nor writer nor in a group: orphans of ended workers, not of kept
