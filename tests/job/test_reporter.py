@@ -203,6 +203,18 @@ def test_first_step_of_a_plain_script_is_its_first(source: StepSource, first: in
     assert written[-1].step == first
 
 
+def test_a_round_is_at_no_step_before_its_first_one(start: StartReporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that the last round had reached is lost, or at least not trained by this one."""
+    shown: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(PlainConsole, "progress", lambda _, view: shown.append((view.round, view.step)))
+    reporter = start("--nproc-per-node 1")
+    for number, beat in ((1, _heartbeat(11, 2)), (2, Heartbeat()), (2, _heartbeat(5, 4))):
+        reporter.on(RoundPublished(Round(number, ALONE, cause="start")), 1.0)
+        reporter.on(GroupStarted(number, [10], None, True), 1.0)
+        reporter.on(Observation(number, (beat,), (), 0.0), 2.0)
+    assert shown == [(1, 11), (2, None), (2, 5)]
+
+
 def test_a_restored_checkpoint_of_another_node_counts_as_the_last_one(start: StartReporter) -> None:
     """Until this node saves one itself, no other number shows how much a fault would cost."""
     reporter = start("--nproc-per-node 1")

@@ -313,9 +313,10 @@ class ProgressReporter:
         if job.running_round is None or seen.round != job.running_round[0].number:
             return
         round = job.running_round[0]  # its workers may make steps until its group has ended
-        if seen.first_step_at is not None:
+        stepped = seen.first_step_at is not None
+        if stepped:
             job.step = seen.step
-        rate = self._rate.observe(seen.step, now, stepped=seen.first_step_at is not None)
+        rate = self._rate.observe(seen.step, now, stepped=stepped)
         moved = before is None or before.round != seen.round or seen.last_progress_at != before.last_progress_at
         if moved and seen.last_progress_at is not None:
             steps = dict(zip(round.ranks(job.node), (beat.step for beat in seen.heartbeats), strict=False))
@@ -323,8 +324,9 @@ class ProgressReporter:
         job.metrics.event_lines_lost(job.events.lines_lost)
         job.console.progress(
             ProgressView(
-                round.number, round.world_size, target_world_size=job.max_workers(round), step=job.step,
-                steps_per_second=rate, checkpoint_at=self._saved_at, restarts=round.restarts,
+                round.number, round.world_size, target_world_size=job.max_workers(round),
+                step=job.step if stepped else None, steps_per_second=rate, checkpoint_at=self._saved_at,
+                restarts=round.restarts,
             )
         )  # fmt: skip
 
