@@ -131,6 +131,27 @@ def test_crash_of_a_plain_script_always_at_one_step(job: StartJob) -> None:
     assert reason == "3 restarts without progress beyond step 4: rank 1 exited with code 3"
 
 
+RAISED_BY_EITHER = """
+import os, time, torch
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+for _ in range(3):
+    optimizer.step()
+time.sleep(0 if int(os.environ["RANK"]) == int(os.environ["ELASTICD_ROUND"]) % 2 else 3600)
+raise TypeError(f"no argument 'device' in <Hook object at {0x7F0000000000 + 16 * os.getpid():#x}>")
+"""
+
+
+@pytest.mark.system
+def test_error_that_names_an_object_by_its_address(job: StartJob, tmp_path: Path) -> None:
+    """It is the same error in each round, whichever rank is the first to raise it."""
+    script = tmp_path / "either.py"
+    script.write_text(RAISED_BY_EITHER)
+    run = job(script)
+    assert run.wait() == 1
+    reason = run.event("job_ended", outcome="failed", restarts=3)["reason"]
+    assert reason.startswith("3 restarts without progress beyond step 3: rank ")
+
+
 @pytest.mark.system
 def test_script_that_refuses_a_smaller_world(nodes: Callable[[str], Nodes]) -> None:
     """After one refused round the job waits for the old size: until a node joins, or for --replace-timeout."""

@@ -289,9 +289,9 @@ def test_a_leaving_agent_waits_for_no_peer() -> None:
 def test_exception_after_the_first_step() -> None:
     """An exception after the first step is a crash with its traceback."""
     _, (_, report) = step(Running(R3, (), True), RAISED0, RULES)
-    why = "rank 0 exited with code 1 (ValueError: bad)"
+    why, key = "rank 0 exited with code 1 (ValueError: bad)", "a rank exited with code 1 (ValueError: bad)"
     assert report == ReportFailure(
-        Failure(3, "a", "crash", ((0, 4),), why, error="ValueError", detail="Traceback: bad", repeat_key=why)
+        Failure(3, "a", "crash", ((0, 4),), why, error="ValueError", detail="Traceback: bad", repeat_key=key)
     )
 
 

@@ -58,6 +58,8 @@ _ENVIRONMENT_TEXTS = (
 _KEYED_BY_TYPE = frozenset({"OutOfMemoryError", "MissedCall", "CheckpointRefused", "StateDiffers"})
 _RAISED_TYPES = re.compile(r"^([\w.]+)(?=:|$)", re.MULTILINE)
 """The type of each exception of the chain in a traceback."""
+_OF_ONE_PROCESS = re.compile(r"\b0x[0-9a-fA-F]+|(?<=\bpid )\d+|(?<=\bpid\(s\) )[\d, ]+")
+"""An object's address, as `object.__repr__` shows it, and pids, as torch's DataLoader does: others in each round."""
 _FRAME_FILE = re.compile(r'^  File "([^<"][^"]*)"', re.MULTILINE)
 _OUTSIDE_SIGNALS = frozenset({2, 9, 15})  # SIGINT, SIGKILL, SIGTERM
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python3")
@@ -163,7 +165,8 @@ def repeat_key(exit: WorkerExited, *, shared: bool) -> str:
         return report.type
     if has_external_cause(exit) or (exit.status.signal in _OUTSIDE_SIGNALS and not exit.status.out_of_memory):
         return ""
-    return describe_exit(exit) if shared else f"rank {exit.rank} {describe_exit(exit)}"
+    described = _OF_ONE_PROCESS.sub("…", describe_exit(exit))
+    return described if shared else f"a rank {described}"  # of ranks that end alike any may be the first
 
 
 def _is_user_error(report: ExitReport) -> bool:
