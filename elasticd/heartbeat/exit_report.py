@@ -14,7 +14,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Protocol
 
-CONNECTION_LOST_PHRASES = ("closed by peer", "reset by peer", "broken pipe", "connection was likely closed")
+CONNECTION_LOST_PHRASES = ("closed by peer", "reset by peer", "broken pipe", "recv, got 0 bytes", "send, sent 0 bytes")
 """Words of gloo, torch's store and the kernel, in lower case: the process at the other end is gone."""
 _MISSED_RANKS_ERRORS = tuple(f"elasticd.errors.{name}" for name in ("MissedCall", "DecisionTimeout", "BarrierTimeout"))
 """The errors of a session call for ranks that do not come; by name: the launcher and the script each import theirs."""

@@ -177,7 +177,8 @@ def test_repeat_key(exit: WorkerExited, shared: bool, key: str) -> None:
     [
         (raised("RuntimeError", GLOO), True),
         (raised("RuntimeError", "[/gloo/transport/tcp/pair.cc:537] Connection reset by peer"), True),
-        (raised("DistNetworkError", "failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (raised("DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (raised("DistNetworkError", "failed to send, sent 0 bytes"), True),  # torch 2.6
         (raised("ConnectionResetError"), True),
         (raised("http.client.RemoteDisconnected", "", ("ConnectionResetError", "ConnectionError")), True),
         (raised("BrokenPipeError"), True),
