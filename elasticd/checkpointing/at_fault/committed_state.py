@@ -192,7 +192,7 @@ class CommittedState:
         """Before an optimizer's step; `is_previous_committed`: the step before it has been."""
         if self._looks_at(self.commits + 1) and self._context.group.world_size > 1:
             groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
-            self._stepped = {id(each) for parameters in groups for each in parameters if each.grad is not None}
+            self._stepped = {id(weight) for parameters in groups for weight in parameters if weight.grad is not None}
         # A GPU may not have passed the commit when the next one is made, with which counters are compared from then on.
         if self.copies is not None and is_previous_committed and self._fingerprint.has_irregular_change():
             self._ring.last.is_spoilt = True

@@ -237,7 +237,7 @@ def divided_state_reason(optimizers: Sequence[torch.optim.Optimizer], stepped: C
     """
     for obj in optimizers:
         for group in obj.param_groups:
-            if len({bool(obj.state.get(each)) for each in group["params"] if id(each) in stepped}) > 1:
+            if len({bool(obj.state.get(weight)) for weight in group["params"] if id(weight) in stepped}) > 1:
                 return f"{type(obj).__name__} keeps a state for a part of its parameters: other ranks may have the rest"
     return ""
 

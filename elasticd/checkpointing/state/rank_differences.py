@@ -231,11 +231,11 @@ def _sample_buffers(
 
 def _saved_buffers(module: Module) -> list[torch.Tensor]:
     """Buffers that hold numbers, of those that a checkpoint has."""
-    every = ((each, key, buffer) for each in module.modules() for key, buffer in each._buffers.items())
+    every = ((part, key, buffer) for part in module.modules() for key, buffer in part._buffers.items())
     return [
         buffer
-        for each, key, buffer in every
-        if buffer is not None and key not in each._non_persistent_buffers_set and _is_plain_float(buffer)
+        for part, key, buffer in every
+        if buffer is not None and key not in part._non_persistent_buffers_set and _is_plain_float(buffer)
     ]
 
 
@@ -303,11 +303,11 @@ def _differing_samples(
     """
     for name in {name: None for of_rank in every_rank for name in of_rank}:
         having = {rank: of_rank[name] for rank, of_rank in enumerate(every_rank) if name in of_rank}
-        first, share, is_mistake, kept = having.get(0, (None, 0.0, False, None))
+        first, share, is_mistake, places = having.get(0, (None, 0.0, False, None))
         if ranks := [
             rank for rank, (own, *_) in having.items() if first is None or not _is_within_rounding(own, first, share)
         ]:
-            is_divided = any(having[rank][3] != kept for rank in ranks) or any(is_part for _, is_part in kept or ())
+            is_divided = any(having[rank][3] != places for rank in ranks) or any(is_part for _, is_part in places or ())
             yield name, ranks, is_mistake and (isinstance(name, str) or is_divided)
 
 

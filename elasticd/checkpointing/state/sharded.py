@@ -112,8 +112,8 @@ def unsharded_digests(attached: Mapping[str, Any], world_size: int) -> dict[str,
     """
 
     for name, obj in attached.items():
-        kept = _local_optimizer(obj).state if isinstance(obj, Optimizer) else ()
-        if keys := [key for key in kept if not isinstance(key, torch.Tensor)]:
+        state = _local_optimizer(obj).state if isinstance(obj, Optimizer) else ()
+        if keys := [key for key in state if not isinstance(key, torch.Tensor)]:
             raise CheckpointRefused(
                 f"{type(obj).__name__} keeps {keys[0]!r} in the state of {name}, which is of no parameter: where the "
                 "state is sharded, an optimizer's is saved by parameters. Keep it in a parameter group, or in an "

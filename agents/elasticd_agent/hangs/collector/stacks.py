@@ -33,7 +33,7 @@ FIRST_TRY_PART, FIRST_TRY_S = 0.5, 2.0
 FAULTHANDLER_TIMEOUT_S = 2.0
 """faulthandler writes a hundred threads in a few milliseconds, once the process gets a processor for the signal."""
 TID_OFFSET = 0x2D0
-"""Of glibc's `struct pthread` on x86-64, after a head of 704 bytes and a list's two pointers."""
+"""The place of the kernel's id in glibc's `struct pthread` on x86-64: after 704 bytes and a list's two pointers."""
 MAX_TEXT_BYTES = 4 << 20
 MAX_THREADS, MAX_FRAMES = 256, 512
 """The limits of one process and of one thread."""

@@ -675,8 +675,8 @@ class Owner:
             self.report_group_ended(group, keeps_store, leftovers)
 
     def end_leftovers(self, group: OwnedGroup, leftovers: list[int], now: float) -> None:
-        """After a success a moment to end by themselves, SIGTERM and a grace period come first. Cleaners of shared
-        memory get a moment in any case."""
+        """Kill what workers have left behind. After a success it has a moment to end by itself, SIGTERM, and a grace
+        period. Cleaners of shared memory have a moment in any case."""
         if group.leftovers_since is None:
             group.leftovers_since = now
         waited_s = now - max(group.leftovers_since, group.last_exit_at)

@@ -192,7 +192,7 @@ class Template:
                 return released
 
     def end_as_usual(self) -> None:
-        """Let Python free all modules as it ends: nanobind prints what is left of its own, such as triton's, as leaked."""
+        """Let Python free all modules as it ends: nanobind prints what is left of its own (triton's) as leaked."""
         self.hidden.put_back_all()
         gc.unfreeze()
 
