@@ -19,9 +19,11 @@ os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "_is_in_bad_fork"
 """
 
 
-# As an extension built with nanobind, which at the end of the process prints what is left of its types.
+# As an extension built with nanobind, which at the end of the process prints what is left of its types. Code in C keeps
+# the module.
 BINDINGS = """
-import os
+import ctypes, os, sys
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules[__name__]))
 Type = type("Type", (type,), {"__module__": "nanobind"})
 class Bound(metaclass=Type):
     def __del__(self, write=os.write):

@@ -1,14 +1,17 @@
-"""Bytes of real TCP sockets, and the sockets of this process."""
+"""Bytes of real TCP sockets, the sockets of this process, and the store that is given one."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from elasticd_agent.system.network.sockets import tcp_bytes_by_inode
+from elasticd_agent.system.network.tcp_store import with_listening_socket
 from elasticd_agent.system.processes.procfs import socket_inodes
 
 
@@ -57,3 +60,14 @@ def test_bytes_that_are_not_read_are_queued(until: Callable[[Callable[[], object
 
 def test_ended_process_has_no_sockets() -> None:
     assert socket_inodes([2**22 + 1]) == set()
+
+
+@pytest.mark.parametrize(
+    ("version", "options"), [("2.7.1+cu126", {"use_libuv": False}), ("2.8.0a0+git1", {}), ("2.13.0+cpu", {})]
+)
+def test_older_torch_gets_no_listening_socket_in_its_newer_backend(
+    version: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would print an error at each start."""
+    monkeypatch.setitem(sys.modules, "torch.version", SimpleNamespace(__version__=version))  # type: ignore[arg-type]
+    assert with_listening_socket(dict)() == options
