@@ -80,7 +80,7 @@ AN_OLDER_COPY_OF_THE_STORE = """\
 > exit a SIGKILL
 > wait 9
 > put round {"version": "1.0", "number": 1, "leader": "a", \
-"reason": "first round: 2 workers on 2 nodes, from the beginning", \
+"reason": "first round: 2 workers on 2 nodes, no elasticd checkpoint yet", \
 "members": [{"node": "a", "incarnation": "a1", "slots": [0]}, {"node": "b", "incarnation": "b2", "slots": [0]}]}
 > wait 30
 """

@@ -124,7 +124,7 @@ def test_next_round_avoids_an_unusable_slot() -> None:
     why = "slot 1 of b is in use by process 70, which does not die (state D)"
     after = decided(view(present("a"), present("b", (0,), unusable=why)))
     assert [(m.node, m.slots) for m in after.members] == [("a", (0, 1)), ("b", (0,))]
-    assert after.reason == f"{why}; restart with 3 workers on 2 nodes, no checkpoint yet"
+    assert after.reason == f"{why}; restart with 3 workers on 2 nodes, no elasticd checkpoint yet"
     assert (after.cause, after.budget.counted, after.excluded) == ("resize", 0, ()), "it costs nobody anything"
 
 

@@ -80,7 +80,7 @@ def test_first_round() -> None:
     r = decided(view)
     assert r == Round(8, (Member("a", "i", (0, 1), "", "a.lan"),), (7, 50), reason=r.reason, cause="start")
     assert r.reason == "new start after round 7: 2 workers on a, from checkpoint r7-s50 or later"
-    assert decided(first(node("a"))).reason == "first round: 2 workers on a, from the beginning"
+    assert decided(first(node("a"))).reason == "first round: 2 workers on a, no elasticd checkpoint yet"
     assert waiting(running(view)) == Wait("round 8 runs with 2 workers", None)
 
 
@@ -126,7 +126,7 @@ def test_backoff_starts_at_the_failure() -> None:
     assert waiting(view, 100.0) == Wait(why, 102.0, notable=True)
     r = decided(view, 102.0)
     assert r.budget == BudgetState(counted=3, streak=3, tokens=59.0)
-    assert r.reason == "rank 1 was killed by SIGKILL; restart with 2 workers on a, no checkpoint yet"
+    assert r.reason == "rank 1 was killed by SIGKILL; restart with 2 workers on a, no elasticd checkpoint yet"
 
 
 def test_user_error_ends_the_job_if_every_node_reports_it() -> None:

@@ -58,7 +58,7 @@ def test_growth_waits_for_more_joiners_then_pauses() -> None:
     held = with_(present("a", stepped_round=3, can_pause=3, paused=3), view=view)
     grown = decided(held, NOW + 1)
     assert nodes(grown) == "abcd"
-    assert grown.reason == "d joined; restart with 4 workers on 4 nodes, no checkpoint yet"
+    assert grown.reason == "d joined; restart with 4 workers on 4 nodes, no elasticd checkpoint yet"
 
 
 @pytest.mark.parametrize("gone", [{"leaving": "a leaves: SIGTERM"}, {"slots": (), "unusable": "slot 0 of a is in use"}])

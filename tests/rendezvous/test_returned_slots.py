@@ -46,7 +46,7 @@ def test_a_slot_that_is_back_waits_for_more_then_the_job_pauses_and_grows() -> N
     grown = plan(paused, POLICY, NOW)
     assert isinstance(grown, Round)
     assert [m.slots for m in grown.members] == [(0, 1, 2), (0, 1, 2)]
-    assert grown.reason == "slot 2 of a is back; restart with 6 workers on 2 nodes, no checkpoint yet"
+    assert grown.reason == "slot 2 of a is back; restart with 6 workers on 2 nodes, no elasticd checkpoint yet"
     assert (grown.cause, grown.budget.counted, grown.budget.streak) == ("resize", 0, 0), "it costs no restart"
 
 
@@ -197,7 +197,7 @@ def test_the_ranks_that_keep_their_process_wait_for_no_other() -> None:
     after = after_crash(present("a", starting=(1,)), present("b"))
     assert members(after) == [("a", (0, 2)), ("b", (0, 1, 2))]
     assert after.reason == (
-        "rank 1 was killed by SIGKILL; slot 1 of a starts; restart with 5 workers on 2 nodes, no checkpoint yet"
+        "rank 1 was killed by SIGKILL; slot 1 of a starts; restart with 5 workers on 2 nodes, no elasticd checkpoint yet"
     )
     assert after.budget.counted == 1, "smaller, and a restart as any other"
     assert "; slots 0 and 1 of a start; restart" in after_crash(present("a", starting=(0, 1)), present("b")).reason

@@ -586,7 +586,7 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
         members,
         view.checkpoint,
         directory=chosen[0].directory,
-        reason=f"{begins}: {_size_phrase(view, members, 'from the beginning')}",
+        reason=f"{begins}: {_size_phrase(view, members)}",
         cause="start",
         run=view.requirements.run,
     )
@@ -632,7 +632,7 @@ def _next_round(
         *_starting_phrases(view, current, members),
     ]
     why = "; ".join(filter(None, said))
-    reason = f"{why}; restart with {_size_phrase(view, members, 'no checkpoint yet')}"
+    reason = f"{why}; restart with {_size_phrase(view, members)}"
     if first.directory != current.directory:
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
     hang_places, hang_steps = _update_hang_places(running)
@@ -704,12 +704,13 @@ def _update_hang_places(running: _RunningRound) -> tuple[tuple[tuple[str, int], 
     return newest, tuple((place, steps[place]) for place, _ in newest if place in steps)
 
 
-def _size_phrase(view: View, members: tuple[Member, ...], without_checkpoint: str) -> str:
+def _size_phrase(view: View, members: tuple[Member, ...]) -> str:
     world_size = _world_size(members)
     where = members[0].node if len(members) == 1 else count(len(members), "node")
     # Survivors save their state after this is decided, and nodes may hold one in memory.
     last = view.checkpoint
-    start = without_checkpoint if last is None else f"from checkpoint r{last[0]}-s{last[1]} or later"
+    # A script without a session may have saved by itself.
+    start = "no elasticd checkpoint yet" if last is None else f"from checkpoint r{last[0]}-s{last[1]} or later"
     return f"{count(world_size, 'worker')} on {where}, {start}"
 
 
