@@ -45,7 +45,7 @@ from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.open import open_store
 from elasticd_agent.system import installation
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
-from elasticd_agent.system.heaps import map_large_blocks
+from elasticd_agent.system.heaps import share_one_heap
 from elasticd_agent.system.network.addresses import format_endpoint, local_address
 from elasticd_agent.system.network.http_auth import TokenAuth
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
@@ -119,7 +119,7 @@ def agent(argv: Sequence[str]) -> int:
     if options.check:
         return 0
     gc.set_threshold(*GC_THRESHOLDS)
-    map_large_blocks()
+    share_one_heap()
     faulthandler.enable()  # systemd's watchdog ends a hung agent with SIGABRT: the journal then has its stacks
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with signals_to_inbox(inbox):

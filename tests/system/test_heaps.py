@@ -15,7 +15,7 @@ def kib():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("RssAnon:"))
 
 if sys.argv[1] == "mapped":
-    heaps.map_large_blocks()
+    heaps.share_one_heap()
 together, freed, end = threading.Barrier(16), threading.Barrier(17), threading.Event()
 
 def work():

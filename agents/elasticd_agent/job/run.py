@@ -56,7 +56,7 @@ from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
 from elasticd_agent.system.files import remove_tree, temporary_directory
 from elasticd_agent.system.gpus.devices import visible_gpus
-from elasticd_agent.system.heaps import map_large_blocks
+from elasticd_agent.system.heaps import share_one_heap
 from elasticd_agent.system.processes.process import STRAY_SIGNALS, handle_signals_unless_ignored, signal_name
 from elasticd_agent.workers.environment import ras_port
 from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
@@ -101,7 +101,7 @@ def run_job(spec: JobSpec, policy: Policy, settings: RunnerSettings, context: Ru
     Raises UsageError for an obstacle on this machine, StoreUnavailable if there was no way to the store at the start.
     Whatever is raised, no process of the job is left behind.
     """
-    map_large_blocks()
+    share_one_heap()
     with contextlib.ExitStack() as stack:
         return _run(spec, policy, settings, context or RunContext(), stack)
 

@@ -1,7 +1,7 @@
-"""The memory of a process that runs for months, and whose threads read messages of a megabyte.
+"""The memory of a process that runs for months, with many threads that read messages of up to a megabyte.
 
-By itself glibc takes a block of a megabyte from the thread's own heap once another one has been freed. Then each
-thread's heap keeps the pages of the largest block that it has had.
+By itself glibc makes a heap for each thread. Each keeps the pages of the largest block that its thread has had, and its
+gaps serve no other thread.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ import ctypes
 import gc
 
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 LARGE_BYTES = 1 << 17
 """glibc's own threshold before it adapts."""
 
 
-def map_large_blocks() -> None:
-    """Map each block from LARGE_BYTES by itself, so that the kernel gets its pages back as it is freed."""
+def share_one_heap() -> None:
+    """Have all threads allocate from one heap. Map each block from LARGE_BYTES by itself, so that the kernel gets its
+    pages back as it is freed.
+
+    Threads that have a heap already keep it.
+    """
     with contextlib.suppress(AttributeError):  # musl has no such function
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def return_free_memory() -> None:
