@@ -21,7 +21,9 @@ from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_daemon import keys as names
 from elasticd_daemon.scheduler import job_queue as queue
+from tests.daemon.conftest import MakeNode
 from tests.daemon.fleet import ADOPT_S, STEP_S, Fleet
+from tests.daemon.node import COLD
 from tests.daemon.stores import Clock
 
 NODES = 4
@@ -31,6 +33,10 @@ SLACK_BLOCKS = 500
 
 MAX_FILE_BYTES = 8 << 20
 """SQLite's log is 4 MB, and its file keeps the pages of what was deleted."""
+
+
+HEAP_BYTES = 64 << 20
+"""glibc reserves so many for each heap but the first, at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +117,19 @@ def test_one_week(store: tuple[MemoryStore, Clock, Path]) -> None:
 @pytest.mark.timeout(600)
 def test_three_months(store: tuple[MemoryStore, Clock, Path]) -> None:
     live_through(store, 110_000, 6)
+
+
+def heaps_of_threads(pid: int) -> int:
+    ranges = [line.split()[0].split("-") for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    starts, ends = [int(start, 16) for start, _ in ranges], {int(end, 16) for _, end in ranges}
+    return sum(start % HEAP_BYTES == 0 and start + HEAP_BYTES in ends for start in starts)
+
+
+def test_threads_of_agents_and_runners_share_one_heap(nodes: MakeNode) -> None:
+    one = nodes("n1")
+    one.job("llm", "plain.py", COLD, "sleep", workers=1)
+    one.start()
+    one.workers("llm")
+    for pid in (one.pid, one.runner("llm")):
+        assert len(os.listdir(f"/proc/{pid}/task")) > 5
+        assert heaps_of_threads(pid) == 0

@@ -197,7 +197,8 @@ def test_the_ranks_that_keep_their_process_wait_for_no_other() -> None:
     after = after_crash(present("a", starting=(1,)), present("b"))
     assert members(after) == [("a", (0, 2)), ("b", (0, 1, 2))]
     assert after.reason == (
-        "rank 1 was killed by SIGKILL; slot 1 of a starts; restart with 5 workers on 2 nodes, no elasticd checkpoint yet"
+        "rank 1 was killed by SIGKILL; slot 1 of a starts; "
+        "restart with 5 workers on 2 nodes, no elasticd checkpoint yet"
     )
     assert after.budget.counted == 1, "smaller, and a restart as any other"
     assert "; slots 0 and 1 of a start; restart" in after_crash(present("a", starting=(0, 1)), present("b")).reason
