@@ -28,8 +28,8 @@ from elasticd_agent.model.phrases import count
 
 PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
 """Causes of rounds that follow no fault."""
-MAX_ROUNDS = 1000
-"""The newest rounds are kept; sums cover all."""
+MAX_ROUNDS = 128
+"""The newest rounds are kept, more than any view shows: an agent has 64 timelines, for months. Sums cover all."""
 MAX_SCALAR_POINTS = 512
 """The points of a number that the script logs; of more, every second one is dropped."""
 MAX_SCALAR_NAME_CHARS = 64
