@@ -7,7 +7,9 @@ import fcntl
 import functools
 import os
 import resource
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,6 +360,27 @@ def test_script_that_ends_in_a_step_may_have_caught_an_exception(
         at_exit.pop()()
     assert called == calls
     assert len(WorkerEventReader(two_ranks.notes).read()[0]) == messages
+
+
+def test_what_a_signal_handler_raises_leaves_the_state_unlocked(two_ranks: TwoRanks) -> None:
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    def end_save() -> None:
+        rank._lock.release()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    rank, writer = two_ranks.donor(0)
+    former = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with writer, contextlib.closing(rank):
+            rank._lock.acquire()
+            threading.Timer(0.2, end_save).start()
+            with pytest.raises(InterruptedError):
+                rank.begin_commit()
+            assert rank._lock.acquire(timeout=1.0)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
 
 
 @pytest.mark.parametrize(

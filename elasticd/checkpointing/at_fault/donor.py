@@ -256,11 +256,17 @@ class Donor:
         self._committed.before_optimizer_step(self._step > 0)
 
     def _begin_change(self) -> None:
-        self._lock.acquire()
-        if self._launch.changed.is_set():  # the thread has kept the training thread waiting for that
-            self._lock.release()
-            self._launch.raise_if_changed()
-        self._changing = True
+        acquired: list[bool] = []
+        try:
+            # In one call of C code: what a signal handler raises comes before it or after it, never between.
+            acquired.extend(map(self._lock.acquire, (True,)))
+            if self._launch.changed.is_set():  # the thread has kept the training thread waiting for that
+                self._launch.raise_if_changed()
+            self._changing = True
+        except BaseException:
+            if acquired and not self._changing:
+                self._lock.release()
+            raise
         self._changing_since = time.monotonic()
 
     def _record_expected(self, _: torch.Tensor) -> None:
@@ -298,10 +304,9 @@ class Donor:
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         finally:
-            self._optimized = self._changing = False
             self._change_s = max(time.monotonic() - self._changing_since, 0.8 * self._change_s)
             self._next_step = step + 1
-            self._has_begun = self._is_changed = False
+            self._optimized = self._has_begun = self._is_changed = self._changing = False
             self._lock.release()
 
     def commit_restored(self, step: int, random_state: RandomState) -> None:
