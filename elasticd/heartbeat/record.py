@@ -100,7 +100,8 @@ _UNKNOWN, _MAX_MS = -1, 1 << 40
 _MAX_STEPS_BEFORE_SESSION = 4
 """Optimizers of a script with a Session may step this often before the first `session.step()`."""
 _BARRIER, _BARRIER_BYTES, _REPORT_OFFSET = 112, 64, 256
-_WAIT_STRUCT = struct.Struct("<iI24s")
+_WAIT_CALL_BYTES = 24
+_WAIT_STRUCT = struct.Struct(f"<iI{_WAIT_CALL_BYTES}s")
 _WAIT_OFFSET = 32
 MAX_GROUPS = 8
 _GROUPS_STRUCT = struct.Struct("<QQ" + MAX_GROUPS * "Qqq")
@@ -365,9 +366,13 @@ class HeartbeatWriter:
 
     def set_wait(self, call: str = "", rank: int = -1, count: int = 0) -> None:
         """A session call waits for `count` other ranks, `rank` the first of them; "": it waits no more."""
+        name = call.encode("utf-8", "replace")
+        if len(name) > _WAIT_CALL_BYTES:
+            end = "…)".encode()
+            name = name[: _WAIT_CALL_BYTES - len(end)].decode("utf-8", "ignore").encode() + end
         seq = self._words[_SEQ] | 1
         self._words[_SEQ] = seq
-        _WAIT_STRUCT.pack_into(self._bytes, _WAIT_OFFSET, rank, count, call.encode("utf-8", "replace"))
+        _WAIT_STRUCT.pack_into(self._bytes, _WAIT_OFFSET, rank, count, name)
         self._words[_SEQ] = seq + 1
 
     @property

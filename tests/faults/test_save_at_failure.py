@@ -270,6 +270,17 @@ def test_script_that_does_not_stop_trains_no_step_that_is_lost(job: StartJob, tm
     assert [event["step"] for event in again.events("resumed")] == [last]
 
 
+def test_stop_right_after_a_fault_names_the_step_that_it_has_saved(job: StartJob, tmp_path: Path) -> None:
+    """The state that the ranks have resumed from is written beside it, and may be complete after it."""
+    faults, directory = [Fault(1, 13, "SIGKILL")], ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    run = job("donor.py", "--steps", "100000", "--every", "10", faults=faults, flags=directory)
+    until(lambda: run.events("resumed"), "the second round")
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    last = max(int(path.name.rpartition("-s")[2]) for path in (tmp_path / "checkpoints").glob("r*-s*"))
+    assert run.event("job_ended")["reason"].endswith(f"; the next run resumes from step {last}")
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
 def test_stop_without_a_checkpoint_costs_no_step(job: StartJob, tmp_path: Path, signum: signal.Signals) -> None:

@@ -1,7 +1,7 @@
 """Kill saves and restores at their system calls: python -m tests.killed_saves [--kills N] [NAME ...].
 
-Prints a table: for each situation the points at which its processes were killed, and how many a fresh process got
-wrong. The exit code is 1 if there is one, or a situation in which no kill came to its point.
+Prints a line of JSON for each situation: the points at which its processes were killed, and how many a fresh process
+got wrong. The exit code is 1 if there is one, or a situation in which no kill came to its point.
 """
 
 from __future__ import annotations

@@ -270,13 +270,13 @@ class GroupMonitor:
                 # A save that is waited for takes as long as the disk, although the others block only for a copy.
                 seconds = event.extra.get("written_seconds", event.extra.get("seconds", 0.0))
                 self._history.checkpoint_saved(float(seconds))
-                self._rendezvous.update_local_facts(checkpoint=(number, step))
+                # What a rank resumed from is written beside newer saves, and may end after them.
+                newest = max((number, step), self._rendezvous.facts.checkpoint or (0, 0))
+                self._rendezvous.update_local_facts(checkpoint=newest)
                 now = time.monotonic()
                 if self._multi_node and now >= self._checkpoint_reported_at + CHECKPOINT_REPORT_INTERVAL_S:
                     self._checkpoint_reported_at = now
-                    self._rendezvous.update_node_record(
-                        checkpoint=(number, step), high_water=self._rendezvous.facts.high_water
-                    )
+                    self._rendezvous.update_node_record(checkpoint=newest, high_water=self._rendezvous.facts.high_water)
             case "can_pause":
                 self._rendezvous.update_node_record(can_pause=number)
             case "paused" if step is not None:
