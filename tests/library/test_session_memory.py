@@ -93,13 +93,12 @@ def test_resumed_state_that_becomes_a_checkpoint_deletes_no_others(start: Any, n
     """Also after the round's first save: `restore()` comes before `checkpoint()`, which says how many are kept."""
     directory, (node,) = tmp_path / "checkpoints", nodes(1)
     options = {"directory": str(directory), "keep": 100}
-    die(start_on(start, [node], {**options, "every": 1, "sleep": 0.1, "die": 7}))
-    wait_for(lambda: (directory / "r1-s6").exists(), "the checkpoints")
+    die(start_on(start, [node], {**options, "every": 1, "sleep": 0.1, "die": 12}))
+    wait_for(lambda: len(list(directory.glob("r1-*"))) > 4, "checkpoints")  # a busy machine skips some
     before = {path.name.partition("-")[2] for path in directory.glob("r1-*")}
-    assert len(before) > 4
-    start_on(start, [node], {**options, "every": 8, "steps": 8}, round=2).results()
+    start_on(start, [node], {**options, "every": 13, "steps": 13}, round=2).results()
     assert node.end() == 0
-    assert {path.name.partition("-")[2] for path in directory.glob("r?-*")} == before | {"s7", "s8"}
+    assert {path.name.partition("-")[2] for path in directory.glob("r?-*")} >= before | {"s12", "s13"}
 
 
 def test_parent_is_the_round_that_trained_the_state(start: Any, nodes: Nodes, tmp_path: Path) -> None:
