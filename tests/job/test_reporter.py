@@ -227,6 +227,7 @@ def test_a_restored_checkpoint_of_another_node_counts_as_the_last_one(start: Sta
 
     assert last_checkpoint("resumed", 50, 100.0) == ["50.0", "100.0"]
     assert last_checkpoint("checkpoint_saved", 60, 110.0) == ["60.0", "110.0"]
+    assert last_checkpoint("checkpoint_saved", 50, 111.0) == ["60.0", "110.0"], "what it resumed from, written late"
     assert last_checkpoint("resumed", 60, 120.0) == ["60.0", "110.0"]
     assert last_checkpoint("resumed", 70, 130.0, in_processes=True) == ["60.0", "110.0"], "which is on no disk"
     assert last_checkpoint("resumed", 40, 140.0) == ["40.0", "140.0"], "the newer one cannot be used"

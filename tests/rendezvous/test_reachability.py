@@ -57,7 +57,15 @@ def test_members_are_probed_once_while_all_is_well() -> None:
     net.train(60)
     (at, whom), *more = net.asked
     assert (whom, more) == ("acd", [])
-    assert at <= 1000 + FIRST_PROBE_SPREAD_S + 1
+    assert at <= 1000.5, "before a fault that comes soon"
+
+
+def test_members_of_a_large_round_probe_each_other_for_the_first_time_within_seconds() -> None:
+    net = Network()
+    net.round = Round(1, tuple(Member(f"n{i}", "i", (0,), "", f"n{i}:1") for i in range(999)) + net.round.members[1:2])
+    net.answers = dict.fromkeys((m.node for m in net.round.members), "answers")
+    net.train(10)
+    assert [round(at - 1000) for at, _ in net.asked] == [FIRST_PROBE_SPREAD_S]
 
 
 def test_stalled_member_probes_less_often_while_all_answer() -> None:

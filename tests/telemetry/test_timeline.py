@@ -245,6 +245,8 @@ def test_checkpoint_is_one_that_can_be_resumed_from() -> None:
     held = line("resumed", 139.0, 2, step=21, saved_at=130.0, in_processes=True)
     assert reported(*before, held).checkpoint == saved(11, 125.0)
     assert reported(*STARTED, *CRASHED, held).checkpoint is None
+    late = line("checkpoint_saved", 126.0, step=9)
+    assert reported(*before[: -len(CRASHED)], late).checkpoint == saved(11, 125.0), "it had resumed from that one"
 
 
 def test_lost_nodes_belong_to_the_round_after() -> None:

@@ -366,12 +366,15 @@ class ProgressReporter:
         match event:
             case events.ResumedEvent(step=step, in_processes=False) if step != self._checkpoint_step:
                 self._checkpoint_step = step
-                job.metrics.checkpoint_resumed(step, reported.wall)
+                job.metrics.newest_checkpoint(step, reported.wall)
             case events.CheckpointSavedEvent(step=step, bytes=size, seconds=seconds, written_seconds=written_s):
-                self._saved_at = reported.mono
-                self._checkpoint_step = step
-                self.newest_checkpoint = reported.round, step
-                job.metrics.checkpoint_saved(step, reported.wall, size, seconds, written_s)
+                job.metrics.checkpoint_saved(size, seconds, written_s)
+                # What a rank resumed from is written beside newer saves, and may end after them.
+                if (saved := (reported.round, step)) >= (self.newest_checkpoint or saved):
+                    self._saved_at = reported.mono
+                    self._checkpoint_step = step
+                    self.newest_checkpoint = saved
+                    job.metrics.newest_checkpoint(step, reported.wall)
                 self._warn_of_slow_save(step, written_s)
             case events.CheckpointFailedEvent():
                 job.metrics.checkpoint_failed()

@@ -49,7 +49,10 @@ MAX_PROBE_INTERVAL_S = 30.0
 NON_MEMBER_PROBE_INTERVAL_S = 5.0
 """Between probes of a node that waits to join, and between those that such a node makes."""
 FIRST_PROBE_SPREAD_S = 5.0
-"""Within this the members of a round that trains probe each other for the first time, one after the other."""
+FIRST_PROBE_INTERVAL_S = 0.02
+"""The members of a round that trains probe each other for the first time, one after the other: each so long after the
+one before it, and sooner in a large round, so that all have within FIRST_PROBE_SPREAD_S.
+"""
 FIRST_PROBE_TRIES = 3
 RECONNECT_AFTER_S = 5.0
 """A broken or failed connection is tried again after this: probes have decided by then."""
@@ -379,7 +382,8 @@ class ReachabilityMonitor:
         if self._first_probe_tries >= FIRST_PROBE_TRIES:
             return
         if self._first_probe_at is None:
-            self._first_probe_at = now + FIRST_PROBE_SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
+            interval_s = min(FIRST_PROBE_INTERVAL_S, FIRST_PROBE_SPREAD_S / len(round.members))
+            self._first_probe_at = now + interval_s * round.group_rank(self._me[0])
         if now < self._first_probe_at:
             return
         unknown = {m.identity for m in round.members} - self._observations.answered - {self._me}

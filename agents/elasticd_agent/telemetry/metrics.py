@@ -193,11 +193,9 @@ class Metrics:
         if steps_per_second is not None:
             self._series(names.STEPS_PER_SECOND).set(steps_per_second)
 
-    def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float, written_s: float) -> None:
+    def checkpoint_saved(self, size: int, seconds: float, written_s: float) -> None:
         """`seconds`: training was blocked; `written_s`: until it was on the disk."""
         self._series(names.CHECKPOINTS_SAVED).inc()
-        self._series(names.CHECKPOINT_STEP).set(step)
-        self._series(names.CHECKPOINT_TIMESTAMP).set(wall)
         self._series(names.CHECKPOINT_BYTES).set(size)
         self._series(names.CHECKPOINT_BLOCKED_SECONDS).set(seconds)
         self._series(names.CHECKPOINT_WRITTEN_SECONDS).set(written_s)
@@ -206,8 +204,8 @@ class Metrics:
         self._series(names.SNAPSHOT_STEP).set(step)
         self._series(names.SNAPSHOT_TIMESTAMP).set(wall)
 
-    def checkpoint_resumed(self, step: int, wall: float) -> None:
-        """Workers resumed from another node's checkpoint: the steps that a fault would cost count from here."""
+    def newest_checkpoint(self, step: int, wall: float) -> None:
+        """The steps that a fault would cost count from here: this node has saved it, or resumed from another one's."""
         self._series(names.CHECKPOINT_STEP).set(step)
         self._series(names.CHECKPOINT_TIMESTAMP).set(wall)
 

@@ -144,7 +144,11 @@ class JobTimeline:
             case events.FirstStepEvent():
                 self._on_first_step(event, at)
             case events.CheckpointSavedEvent(step=step, round=number):
-                self.checkpoint = CheckpointStatus(step, number, at, bytes=event.bytes, blocked_seconds=event.seconds)
+                # What a rank resumed from is written beside newer saves, and may end after them.
+                if self.checkpoint is None or (number, step) >= (self.checkpoint.round, self.checkpoint.step):
+                    self.checkpoint = CheckpointStatus(
+                        step, number, at, bytes=event.bytes, blocked_seconds=event.seconds
+                    )
                 self._on_step(number, step)
             case events.ScalarsEvent():
                 self._on_scalars(event)
