@@ -99,10 +99,10 @@ class Attacker:
         """Until the job's processes are killed."""
         attacks: list[Callable[[], None]] = [
             self.read_files, self.change_files, self.processes, self.sockets, self.ports_, self.store, self.own_folder,
-            self.shared_memory, self.disk, self.own_slot,  # the last one ends the job
+            self.shared_memory, self.disk, self.own_slot,
         ]  # fmt: skip
         while True:
-            for attack in attacks:
+            for attack in self.rng.sample(attacks, len(attacks)):  # a job may be killed before it has tried all
                 with contextlib.suppress(OSError, ValueError):
                     attack()
                 if time.monotonic() > self._must_be_gone_at:
