@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticd.channel import Message
-from elasticd.checkpointing.at_fault import committed_state, held_commit, step_files, step_record
+from elasticd.checkpointing.at_fault import committed_state, held_commit, step_files
 from elasticd.checkpointing.at_fault.donor import Donor
 from elasticd.checkpointing.choice import Choice, Chooser, OpenState, StateSource
 from elasticd.checkpointing.context import SaveContext
@@ -554,8 +554,7 @@ class Restore:
         round = self._context.environment.round - 1
         if self._goes_back or self._saver.is_later_session or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
             return []
-        # The round before may have had more ranks: those of this node are beside rank 0's.
-        last = max(map(step_record.last_committed_step, step_files.record_paths_on_node("commit", round)), default=0)
+        last = step_files.last_step_on_node(round)  # of which there may have been more ranks
         if last <= step:
             return []
         steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"

@@ -410,7 +410,7 @@ class NullHeartbeat(HeartbeatWriter):
 
 
 class HeartbeatReader:
-    """The agent's side: read the heartbeat, write requests. Holds one descriptor; close it, or use it in `with`."""
+    """The agent's side, and the next round's: read the heartbeat, write requests. Holds one descriptor; `close` it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path

@@ -14,6 +14,7 @@ import _thread
 import atexit
 import ctypes
 import json
+import math
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.collectives import (
     UNKNOWN_COUNT,
     CollectiveCounter,
@@ -52,6 +54,8 @@ READ_GROUPS_WHILE_MOVING_NS = 5_000_000_000
 """The same while its Python moves: torch takes no lock for the counts, and Python may be about to use a new group."""
 READ_GROUPS_INTERVAL_FACTOR = 1000
 """A reading that was slow is repeated after this many times its duration."""
+REPORT_SIZE_AFTER_S = 10.0
+"""A rank that waits for so long in init_process_group says if it waits for more ranks than the job has."""
 STOP_TIMEOUT_S = 1.0
 """The exit waits this long for a tick to end. One takes 0.1 ms, a dump of the flight recorder 25 ms."""
 THREAD_NAME = b"elasticd-heartb"
@@ -83,6 +87,7 @@ class HeartbeatThread:
         self._waited_in = (0, UNKNOWN_COUNT)  # the id of the group, and what it had issued
         self._exiting = False
         self._joining = False
+        self._report_size_at = math.inf
         self._main = MainThread()
         self._may_start = True
         self._running = False
@@ -95,6 +100,7 @@ class HeartbeatThread:
         """Read what the agent has given this process for a round; a script may change the variables."""
         self._given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
         self._given_with = os.environ.get("ELASTICD_HEARTBEAT", "")
+        self._round = os.environ.get("ELASTICD_ROUND", "")
 
     def start(self) -> None:
         """Start the thread. Calls after the first do nothing, nor do calls in a forked child."""
@@ -200,6 +206,9 @@ class HeartbeatThread:
         if group is None:
             self._issued = UNKNOWN_COUNT
             if self._joining and self._timeout_ms:
+                if time.monotonic() >= self._report_size_at:
+                    self._report_size_at = math.inf
+                    self._report_larger_group()
                 return UNKNOWN_COUNT
             self._timeout_ms = 0
             if self._writer.current_phase == Phase.STARTING and (joins := call_of_init_process_group()) is not None:
@@ -207,6 +216,7 @@ class HeartbeatThread:
                 self._timeout_ms = int(timeout.total_seconds() * 1000) if isinstance(timeout, timedelta) else 0
                 if not self._joining:
                     self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP_BARRIER)
+                    self._report_size_at = time.monotonic() + REPORT_SIZE_AFTER_S
                 self._joining = True
             return UNKNOWN_COUNT
         self._joining = False
@@ -225,6 +235,17 @@ class HeartbeatThread:
         before = self._issued
         self._issued = issued
         return UNKNOWN_COUNT if issued < before or (another and before >= 0) else issued
+
+    def _report_larger_group(self) -> None:
+        """It is only said: a script may start the others itself."""
+        size = (call_of_init_process_group() or {}).get("world_size")
+        round, (rank, job_size) = self._round, self._given
+        if isinstance(size, int) and all(map(str.isdecimal, (round, rank, job_size))) and size > int(job_size):
+            worker_events.from_environment(int(round), int(rank)).write(
+                "message",
+                f"rank {rank} waits in init_process_group(world_size={size}), and the job has {job_size} ranks: unless "
+                "the script starts the others, give it the variable WORLD_SIZE, or no world_size",
+            )
 
 
 def call_of_init_process_group() -> Mapping[str, Any] | None:

@@ -272,7 +272,7 @@ def test_script_that_does_not_stop_trains_no_step_that_is_lost(job: StartJob, tm
 
 def test_stop_right_after_a_fault_names_the_step_that_it_has_saved(job: StartJob, tmp_path: Path) -> None:
     """The state that the ranks have resumed from is written beside it, and may be complete after it."""
-    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--shutdown-timeout", "5"]
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     run = job("donor.py", "--steps", "100000", "--every", "10", faults=[Fault(1, 13, "SIGKILL")], flags=flags)
     until(lambda: run.events("resumed"), "the second round")
     run.process.terminate()

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER, HeartbeatReader
 from elasticd.sigterm import TOGETHER_S
 from elasticd_agent.system.processes import procfs
 from tests.faults.conftest import StartJob
-from tests.faults.job import REPOSITORY, SCRIPTS, Job, until
+from tests.faults.job import REPOSITORY, SCRIPTS, Fault, Job, until
 
 COLD = "${local_rank}"
 
@@ -61,6 +62,31 @@ def test_the_second_signal_does_not_wait(job: StartJob, signum: signal.Signals) 
     assert ("workers have 30 s to stop; Ctrl-C again kills them at once" in run.err) != quiet
     assert not quiet or all("warning: workers start cold" in line for line in run.err.splitlines()), run.err
     assert {event["signal"] for event in run.events("worker_exited")} == {signal.SIGKILL}
+
+
+@pytest.mark.parametrize(
+    ("script", "ready", "signum", "said"),
+    [
+        ("apart.py", "first_step", signal.SIGTERM, "1 rank waits in session.step() after the exit of rank 0"),
+        ("donor.py", "joining", signal.SIGINT, "1 rank waits in init_process_group after the exit of rank 0"),
+    ],
+)
+def test_ranks_that_wait_for_one_that_has_ended(
+    job: StartJob, script: str, ready: str, signum: signal.Signals, said: str
+) -> None:
+    """It had no handler yet, or was in no C++ as the others are."""
+    args = ["--steps", "10"] if script == "donor.py" else []
+    run = job(script, *args, faults=[Fault(0, 0, "stop")] if args else [])
+    if ready == "first_step":
+        run.event(ready)
+    else:
+        run.file("fired")
+        with HeartbeatReader(run.memory()[0] / "round-1/heartbeat-1") as heartbeat:
+            until(lambda: heartbeat.read().barrier == INIT_PROCESS_GROUP_BARRIER, "rank 1 to join")
+    run.process.send_signal(signum)
+    assert run.wait(within=15) == 128 + signum
+    assert said in run.err
+    assert {event["rank"]: event["signal"] for event in run.events("worker_exited")}[1] == signal.SIGKILL
 
 
 def test_stray_signal_ends_nothing(job: StartJob) -> None:

@@ -244,6 +244,15 @@ def test_an_exit_in_words() -> None:
     assert describe_exit(ended(-63, None)) == "was killed by signal 63"
     assert describe_exit(ended(2, ExitReport("exit", "SystemExit", "2", ""))) == "exited with code 2"
     assert describe_exit(raised("KeyError", "'x'\nmore")) == "exited with code 1 (KeyError: 'x')"
+    other_model = "Error(s) in loading state_dict for Linear:\n\tsize mismatch for weight: (4, 4) and (8, 4)\n\tmore"
+    assert "state_dict for Linear: size mismatch for weight: (4, 4) and (8, 4))" in describe_exit(
+        raised("X", other_model)
+    )
+    loader = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nValueError: x"
+    )
+    failed = ended(1, ExitReport("exception", "ValueError", loader, f"Traceback …\nValueError: {loader}"))
+    assert describe_exit(failed).endswith("DataLoader worker process 0. ValueError: x)")
     assert describe_exit(raised("AssertionError")) == "exited with code 1 (AssertionError)"
     assert len(describe_exit(raised("ValueError", "x" * 1000))) < 200
     status = "rank 1 (step 17, phase eval, reported in the last 1.3 s)"

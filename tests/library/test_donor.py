@@ -30,7 +30,7 @@ from elasticd.checkpointing.at_fault.committed_state import CommittedState, Rank
 from elasticd.checkpointing.at_fault.donor import MAX_TRIAL_COMMITS, CopyTrial, Donor
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.directory_writes import DirectoryWrites
-from elasticd.checkpointing.memory.buffers import WRITER_KILLED_REASON
+from elasticd.checkpointing.memory.buffers import WRITER_KILLED_REASON, donated_number
 from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state.training_state import RESERVED_NAME, StateDict
@@ -351,6 +351,7 @@ def test_script_that_ends_in_a_step_may_have_caught_an_exception(
     """Its state is saved; that it is not is a message only where an exception has ended the script."""
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr(WriterClient, "find_newest", lambda _: None)
     monkeypatch.setattr("sys.last_value", ValueError(), raising=False)
     if not raised:
         monkeypatch.delattr("sys.last_value")
@@ -360,6 +361,25 @@ def test_script_that_ends_in_a_step_may_have_caught_an_exception(
         at_exit.pop()()
     assert called == calls
     assert len(WorkerEventReader(two_ranks.notes).read()[0]) == messages
+
+
+@pytest.mark.parametrize("saved_step", [None, 4])
+def test_step_that_was_saved_before_the_script_ended_is_not_missing(
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, saved_step: int | None
+) -> None:
+    """A KeyboardInterrupt comes after the launcher's request, when this rank is in the next optimizer's step."""
+    snapshot = SimpleNamespace(draft=SimpleNamespace(round=1, step=saved_step), save_number=donated_number(4, 0))
+    monkeypatch.setattr(WriterClient, "find_newest", lambda _: snapshot if saved_step else None)
+    rank, writer = two_ranks.donor(0)
+    with writer, contextlib.closing(rank):
+        rank.begin_commit()
+        rank.commit(4)
+        two_ranks.attached[0]["optimizer"].step()
+        rank.on_script_failure()
+    reasons = [event.reason for event in WorkerEventReader(two_ranks.notes).read()[0]]
+    assert [reason.partition(" at the fault")[0] for reason in reasons] == ["rank 0 has not saved step 4"] * (
+        saved_step is None
+    )
 
 
 def test_what_a_signal_handler_raises_leaves_the_state_unlocked(two_ranks: TwoRanks) -> None:

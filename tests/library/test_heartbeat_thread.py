@@ -127,6 +127,15 @@ def test_timeout_of_a_group_that_is_made(start: Any, wait_for: Any) -> None:
     assert job.codes() == [0, 0], first.errors()
 
 
+def test_rank_that_waits_for_more_ranks_than_the_job_has_says_so(start: Any) -> None:
+    """torch waits for them without a word, until its timeout."""
+    job = start("heartbeat_ranks.py", "joining_too_many", "3")
+    assert job.codes() == [0, 0], job.ranks[0].errors()
+    for number, rank in enumerate(job.ranks):
+        (event,) = rank.read_events()
+        assert f"rank {number} waits in init_process_group(world_size=3), and the job has 2 ranks:" in event.reason
+
+
 def test_thread_stalls_while_gil_is_held(start: Any, wait_for: Any) -> None:
     job = start("heartbeat_ranks.py", "holding_the_gil", world_size=1)
     (rank,) = job.ranks

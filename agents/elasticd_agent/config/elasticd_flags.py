@@ -129,7 +129,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _elasticd_flag(
         "--startup-ceiling TIME",
         "Longest time without progress before the process group exists (imports, init_process_group), for a script "
-        "known to train by elasticd.init() or an earlier round.",
+        "known to train: by elasticd.init(), by init_process_group, by an earlier round.",
         default=format_duration(_DEFAULT_POLICY.startup_ceiling_s),
     ),
     _elasticd_flag(

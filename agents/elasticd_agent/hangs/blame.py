@@ -338,7 +338,7 @@ def _evidence_outside_wait(culprits: Sequence[RankState], cause: str) -> HangEvi
 def _skipped_session_call(group: _StalledRanks) -> Blame | None:
     """Ranks wait in a call of the session for one that has exited, or that waits in a collective beyond it.
 
-    A rank in an earlier step than theirs waits for them, not they for it.
+    A rank in an earlier step than theirs waits for them, not they for it, unless it has never called `step()`.
     """
     waiting = [rank for rank in group.live if rank.report.wait_call]
     if not waiting:
@@ -347,11 +347,12 @@ def _skipped_session_call(group: _StalledRanks) -> Blame | None:
     most = max(rank.report.collectives for rank in waiting)
     step = min(rank.report.step for rank in waiting)
     beyond = [rank for rank in group.live if rank.report.where == "collective" and rank.report.collectives > most]
-    gone = [*group.exited, *(rank for rank in beyond if rank.report.step >= step)]
+    stepless = [rank for rank in beyond if not rank.report.in_session and waiting[0].report.in_session]
+    gone = stepless or [*group.exited, *(rank for rank in beyond if rank.report.step >= step)]
     culprits = [rank for rank in gone if rank.report.rank in missing]
     if not culprits:
         return None
-    call = waiting[0].report.wait_call
+    call = "step()" if stepless else waiting[0].report.wait_call
     why = f"{labels(culprits)} {has_have(culprits)} not called {call}; all ranks must{_activity_lead(culprits)}"
     return Blame(tuple(culprits), "missed_collective", why + _activity(culprits), "idle")
 
@@ -540,9 +541,10 @@ def _network(group: _StalledRanks) -> Blame:
 
 def _no_culprit(group: _StalledRanks, finding: str) -> Blame:
     idle = f"for {min(rank.report.idle_s for rank in group.live):.1f} s"
-    what = "the backend, or tensors that differ"
+    size = "a world_size that is not the job's" if all(rank.is_joining for rank in group.live) else ""
+    what = f"the backend, or {size or 'tensors that differ'}"
     if group.node_count > 1:
-        what = f"the network between {group.node_count} nodes, or the backend"
+        what = f"{size and size + ', '}the network between {group.node_count} nodes, or the backend"
     device = any(rank.report.where == "device" or rank.has_pending_collective for rank in group.live)
     waits = describe_waits(group.live) or f"{len(group.live)} ranks make no progress"
     evidence: HangEvidence = "no_stack" if group.at_unknown_place else "device" if device else "alike"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER, PAUSE_BARRIER
@@ -29,6 +29,8 @@ BUSY_BYTES_PER_S = 64 * 1024
 is more."""
 BUSY_GIL_HOLDER_CORES = 0.5
 """The same for a rank that holds the GIL: a C call that computes uses or waits for a whole one."""
+JOIN_WAIT_S = 1.0
+"""A rank without progress in init_process_group for so long waits for another one."""
 RECENT_PROGRESS_S = 1.0
 """A rank that made progress within this time makes more."""
 _LINE_NUMBER = re.compile(r":\d+ ")
@@ -173,6 +175,15 @@ class RankState:
     def waits_out_of_band(self) -> bool:
         """It waits out of band: in a call of its session, for a decision, for the next round."""
         return self.report.where == "barrier" or self.report.phase == "barrier" or bool(self.report.wait_call)
+
+    def waits_for(self, ranks: Collection[int]) -> bool:
+        """It has waited for a second for one of these: in a call of its session, or to make the process group.
+
+        A barrier with a timeout ends by itself, and the script may go on.
+        """
+        if self.report.wait_call:
+            return self.report.wait_rank in ranks and not self.report.barrier_s
+        return self.is_joining and self.report.collectives < 0 and self.report.idle_s >= JOIN_WAIT_S
 
     @property
     def is_paused(self) -> bool:

@@ -70,6 +70,7 @@ _CONNECTION_LOST_TEXTS = (*CONNECTION_LOST_PHRASES, "closed by remote peer", "re
 
 # A first line is cut to this length; one that names missing ranks, to the longer one.
 _MAX_LINE, _MAX_LINE_WITH_RANKS = 160, 480
+_TRACEBACK_HEAD = "Traceback (most recent call last):"
 _TYPES_NAMING_RANKS = ("BarrierTimeout", "DecisionTimeout")
 
 
@@ -192,6 +193,18 @@ def _is_environment_error(report: ExitReport) -> bool:
     )
 
 
+def _first_sentence(report: ExitReport) -> str:
+    """The first line of the message, with the one that it announces: torch's "Error(s) in loading state_dict:" the next
+    one, "Caught ValueError in DataLoader worker" the last one, below the traceback of the other process.
+    """
+    first, *others = report.message.strip().splitlines() or [""]
+    if others and first.endswith(":"):
+        return f"{first} {others[0].strip()}"
+    if any(line.endswith(_TRACEBACK_HEAD) for line in others):
+        return f"{first} {(report.traceback or report.message).rstrip().splitlines()[-1].strip()}"
+    return first
+
+
 def _is_os_error(name: str) -> bool:
     builtin = getattr(builtins, name, None)
     return isinstance(builtin, type) and issubclass(builtin, OSError)
@@ -206,7 +219,6 @@ def describe_exit(exit: WorkerExited) -> str:
 
 
 def _one_line(report: ExitReport) -> str:
-    first_line = report.message.strip().partition("\n")[0]
-    text = f"{report.type}: {first_line}" if first_line else report.type
+    text = ": ".join(filter(None, (report.type, _first_sentence(report))))
     limit = _MAX_LINE_WITH_RANKS if report.type.rpartition(".")[2] in _TYPES_NAMING_RANKS else _MAX_LINE
     return shortened(text, limit)

@@ -385,10 +385,11 @@ class JobLoop:
                 self._waiting_for_master = None
                 self._slots.forget_blocked(number)
                 self._on_first_step(self._monitor.on_ended(number))
-            case messages.WorkerExited() if event.status.ok:
-                self._monitor.on_exited(event.rank)
-            case messages.WorkerExited(number) if number in self._kill_at:
-                self._saved_last = True  # it has ended by the signal, as by Ctrl-C, and without a checkpoint
+            case messages.WorkerExited(number, rank):
+                if number == self._monitor.number:
+                    self._monitor.on_exited(rank, event.status.ok)
+                if not event.status.ok and number in self._kill_at:
+                    self._saved_last = True  # it has ended by the signal, as by Ctrl-C, and without a checkpoint
             case messages.PeerLost(messages.WorkerExited(number, rank)) if number in self._kill_at:
                 # Ranks stop together, and one has ended alone: the others would wait for the next round.
                 self._kill_unstopped(number, f"rank {rank} lost its peers before all had stopped: saved and killed")
@@ -639,8 +640,12 @@ class JobLoop:
 
     def _observe(self, now: float) -> None:
         self._on_first_step(self._monitor.observe(now))
-        if (number := self._monitor.number) is not None and (why := self._monitor.take_late_reason()):
+        if (number := self._monitor.number) is None:
+            return
+        if why := self._monitor.take_late_reason():
             self._events.append(messages.StartFailed(number, why, now))
+        if number in self._kill_at and (why := self._monitor.describe_lost_wait()):
+            self._kill_unstopped(number, f"{why}: saved and killed")
 
     def _on_first_step(self, first: messages.FirstStep | None) -> None:
         """React to the first step of a round: it is the sign that the script works here.

@@ -25,6 +25,7 @@ from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.hangs.observer import GroupObserver, Observation
+from elasticd_agent.hangs.rank import RankState, describe_waits
 from elasticd_agent.hangs.stragglers import WaitCounter
 from elasticd_agent.job import exit_cause
 from elasticd_agent.job.listener import JobListener
@@ -100,6 +101,7 @@ class GroupMonitor:
         self._late_reported = False  # that one of them has not begun it in time
         self._checkpoint_reported_at = float("-inf")
         self._pending_exception = ""  # reported of this round's ranks
+        self._gone: set[int] = set()  # ranks of this round that have exited
         self._stepped_round = 0  # the newest round with an observed step
         self.observation: Observation | None = None
         """The last observation of the running group; None while there is none. Safe from any thread."""
@@ -135,6 +137,7 @@ class GroupMonitor:
         self._eager_until, self._hastened_until = now + EAGER_LIMIT_S, 0.0
         self._rendezvous.update_local_facts(next_step_due=now)
         self._pending_exception = ""
+        self._gone = set()
         self._rendezvous.update_node_record(ready_round=round.number, wait_counts=(), pending_exception="")
 
     def on_started(self, started: GroupStarted) -> None:
@@ -151,9 +154,10 @@ class GroupMonitor:
         if self.number == released.number and self._prepared is not None:
             self._prepared.observer.released(released.local_ranks)
 
-    def on_exited(self, rank: int) -> None:
-        """A worker has exited with code 0."""
-        if self._prepared is not None:
+    def on_exited(self, rank: int, ok: bool) -> None:
+        """A worker has exited; `ok`: with code 0."""
+        self._gone.add(rank)
+        if ok and self._prepared is not None:
             self._prepared.observer.worker_exited(rank)
 
     def workers_to_keep(self, kill: KillGroup) -> KeepRequest:
@@ -229,6 +233,16 @@ class GroupMonitor:
             return None
         steps = {rank.rank: beat.step for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True)}
         return min((steps[rank] for rank in steps.keys() & ranks or steps), default=None)
+
+    def describe_lost_wait(self) -> str:
+        """ "1 rank waits in session.step() after the exit of rank 0", if all ranks left here wait for such; or ""."""
+        seen = self.observation
+        left = [] if seen is None else [RankState("", rank) for rank in seen.ranks if rank.rank not in self._gone]
+        if not self._gone or not left or not all(rank.waits_for(self._gone) for rank in left):
+            return ""
+        return (
+            f"{describe_waits(left)} after the exit of {plural(len(self._gone), 'rank')} {listing(sorted(self._gone))}"
+        )
 
     def take_late_reason(self) -> str:
         """Return, once, why this round cannot go on: a process was said to wait for it, and has not begun it; or ""."""

@@ -389,6 +389,14 @@ class Donor:
         reason = f"rank {self._context.group.rank} has not saved step {step} at the fault: {why}"
         self._context.events.write("message", reason, step)
 
+    def _report_mid_change(self) -> None:
+        """The objects are between two steps; another rank, or this one a moment before, may have saved the first."""
+        client = self._make_client()
+        with contextlib.suppress(OSError, SnapshotRefused), contextlib.closing(client):
+            if self._is_silent or self._is_saved(client, self._step):
+                return
+        self._report_unsaved(self._step, _MID_CHANGE_REASON)
+
     # --- at a fault ---------------------------------------------------------------------------------------------------
 
     def _serve_requests(self) -> None:
@@ -512,7 +520,7 @@ class Donor:
             self._report_unsaved(self._step, "its process group is gone, and what collectives left may be wrong")
             return
         if self._changing:
-            self._report_unsaved(self._step, _MID_CHANGE_REASON)
+            self._report_mid_change()
         else:
             self._save(OTHER_COPY_WAIT_S)  # the thread may be copying, and would end with the process
 
@@ -606,7 +614,7 @@ class Donor:
         if self._why:
             return
         if not self._lock.acquire(timeout=wait_s) and not self._lock_after_own_copy():
-            self._report_unsaved(self._step, _MID_CHANGE_REASON)
+            self._report_mid_change()
             return
         try:
             until = time.monotonic() + GPU_CATCH_UP_S

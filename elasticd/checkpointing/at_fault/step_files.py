@@ -18,6 +18,8 @@ from elasticd.checkpointing.at_fault import step_record
 from elasticd.checkpointing.memory.buffers import SaveKey
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import RandomState
+from elasticd.errors import WireError
+from elasticd.heartbeat.record import HeartbeatReader, StepSource
 
 
 def record_path(kind: str, rank: int, round: int | None = None) -> str:
@@ -28,9 +30,14 @@ def record_path(kind: str, rank: int, round: int | None = None) -> str:
     return str((directory if round is None else directory.with_name(f"round-{round}")) / f"{kind}-{rank}")
 
 
-def record_paths_on_node(kind: str, round: int) -> list[str]:
-    """The records of the ranks that were on this node in a round."""
-    return list(map(str, Path(record_path(kind, 0, round)).parent.glob(f"{kind}-*")))
+def last_step_on_node(round: int) -> int:
+    """The last step of the sessions that were on this node in a round; 0 for none."""
+    last = 0
+    for path in Path(record_path("heartbeat", 0, round)).parent.glob("heartbeat-*"):
+        with contextlib.suppress(OSError, WireError), HeartbeatReader(path) as reader:
+            heartbeat = reader.read()
+            last = max(last, heartbeat.step if heartbeat.source == StepSource.SESSION else 0)
+    return last
 
 
 def kept_restored_random_state(rank: int, step: int, round: int) -> RandomState | None:

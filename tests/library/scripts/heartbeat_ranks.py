@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd.heartbeat import record as heartbeat
+from elasticd.heartbeat import thread as heartbeat_thread
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
 from elasticd.heartbeat.thread import HeartbeatThread
 
@@ -108,6 +110,14 @@ def joining() -> None:
         gate(1)
     join()
     gate(2)
+
+
+def joining_too_many() -> None:
+    """As many ranks as an argument says, for four seconds."""
+    heartbeat_thread.REPORT_SIZE_AFTER_S = 0.5
+    thread.start()
+    with contextlib.suppress(dist.DistStoreError):
+        dist.init_process_group("gloo", world_size=int(sys.argv[2]), rank=RANK, timeout=timedelta(seconds=4))
 
 
 def holding_the_gil() -> None:
