@@ -89,6 +89,19 @@ def test_ranks_that_wait_for_one_that_has_ended(
     assert {event["rank"]: event["signal"] for event in run.events("worker_exited")}[1] == signal.SIGKILL
 
 
+def test_rank_that_stops_after_the_one_that_it_has_waited_for_saves_to_the_end(job: StartJob) -> None:
+    run = job("apart.py", "go")
+    run.event("first_step")
+    with HeartbeatReader(run.memory()[0] / "round-1/heartbeat-1") as heartbeat:
+        until(lambda: heartbeat.read().wait_call == "step()", "rank 1 to wait")
+    run.process.terminate()
+    run.event("stop_requested")
+    (run.work / "go").touch()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert (run.work / "saved").exists()
+    assert {event["exit_code"] for event in run.events("worker_exited")} == {0}
+
+
 def test_stray_signal_ends_nothing(job: StartJob) -> None:
     """As schedulers send it. By default it would end the agent without a word, and with it the job."""
     run = ready(job("plain.py", COLD, "polite"))

@@ -177,13 +177,16 @@ class RankState:
         return self.report.where == "barrier" or self.report.phase == "barrier" or bool(self.report.wait_call)
 
     def waits_for(self, ranks: Collection[int]) -> bool:
-        """It has waited for a second for one of these: in a call of its session, or to make the process group.
+        """It runs, and has waited a second for one of these: in a call of its session, or to make the process group.
 
         A barrier with a timeout ends by itself, and the script may go on.
         """
-        if self.report.wait_call:
-            return self.report.wait_rank in ranks and not self.report.barrier_s
-        return self.is_joining and self.report.collectives < 0 and self.report.idle_s >= JOIN_WAIT_S
+        report = self.report
+        if not 0.0 <= report.alive_s < RECENT_PROGRESS_S or report.barrier_s:
+            return False
+        if report.wait_call:
+            return report.wait_rank in ranks
+        return self.is_joining and report.collectives < 0 and report.idle_s >= JOIN_WAIT_S
 
     @property
     def is_paused(self) -> bool:

@@ -644,7 +644,7 @@ class JobLoop:
             return
         if why := self._monitor.take_late_reason():
             self._events.append(messages.StartFailed(number, why, now))
-        if number in self._kill_at and (why := self._monitor.describe_lost_wait()):
+        if number in self._kill_at and (why := self._monitor.describe_lost_wait(now)):
             self._kill_unstopped(number, f"{why}: saved and killed")
 
     def _on_first_step(self, first: messages.FirstStep | None) -> None:

@@ -50,6 +50,9 @@ STATE_KEPT_EVENTS = ("attached", "resumed", "snapshot", "checkpoint_saved")
 PARK_S, MAX_PARK_S = 1.0, 10.0
 """The time that a worker has to leave a round: as long as its last step took, since it may be in the middle of one. And
 to begin the next one, for which it waits: the longer time where it does anything, or waits for a processor."""
+LOST_WAIT_S = 3.0
+"""After a rank has exited: who then still waits for it, waits in vain. Ranks look for each other's messages every 0.25
+s."""
 CHECKPOINT_REPORT_INTERVAL_S = 10.0
 """The interval of reports of new checkpoints to other nodes: a Round records one, the ranks look for the newest."""
 
@@ -102,6 +105,7 @@ class GroupMonitor:
         self._checkpoint_reported_at = float("-inf")
         self._pending_exception = ""  # reported of this round's ranks
         self._gone: set[int] = set()  # ranks of this round that have exited
+        self._gone_at = 0.0  # when the last of them did
         self._stepped_round = 0  # the newest round with an observed step
         self.observation: Observation | None = None
         """The last observation of the running group; None while there is none. Safe from any thread."""
@@ -157,6 +161,7 @@ class GroupMonitor:
     def on_exited(self, rank: int, ok: bool) -> None:
         """A worker has exited; `ok`: with code 0."""
         self._gone.add(rank)
+        self._gone_at = time.monotonic()
         if ok and self._prepared is not None:
             self._prepared.observer.worker_exited(rank)
 
@@ -234,15 +239,19 @@ class GroupMonitor:
         steps = {rank.rank: beat.step for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True)}
         return min((steps[rank] for rank in steps.keys() & ranks or steps), default=None)
 
-    def describe_lost_wait(self) -> str:
-        """ "1 rank waits in session.step() after the exit of rank 0", if all ranks left here wait for such; or ""."""
+    def describe_lost_wait(self, now: float) -> str:
+        """ "1 rank waits in session.step() after the exit of rank 0", if all ranks left here wait for such; or "".
+
+        What the others have written before they exited is read within `LOST_WAIT_S` by a process that runs.
+        """
         seen = self.observation
-        left = [] if seen is None else [RankState("", rank) for rank in seen.ranks if rank.rank not in self._gone]
-        if not self._gone or not left or not all(rank.waits_for(self._gone) for rank in left):
+        if seen is None or not self._gone or now < self._gone_at + LOST_WAIT_S:
             return ""
-        return (
-            f"{describe_waits(left)} after the exit of {plural(len(self._gone), 'rank')} {listing(sorted(self._gone))}"
-        )
+        left = [RankState("", rank) for rank in seen.ranks if rank.rank not in self._gone]
+        if not left or not all(rank.waits_for(self._gone) for rank in left):
+            return ""
+        gone = f"{plural(len(self._gone), 'rank')} {listing(sorted(self._gone))}"
+        return f"{describe_waits(left)} after the exit of {gone}"
 
     def take_late_reason(self) -> str:
         """Return, once, why this round cannot go on: a process was said to wait for it, and has not begun it; or ""."""
