@@ -102,6 +102,11 @@ class HeartbeatThread:
         self._given_with = os.environ.get("ELASTICD_HEARTBEAT", "")
         self._round = os.environ.get("ELASTICD_ROUND", "")
 
+    def _update_environment(self) -> None:
+        if self._given_with != os.environ.get("ELASTICD_HEARTBEAT", ""):  # this process has stayed for a new round
+            self._dump_to = os.environ.get("ELASTICD_FLIGHT", "")
+            self._read_environment()
+
     def start(self) -> None:
         """Start the thread. Calls after the first do nothing, nor do calls in a forked child."""
         if not self._may_start:
@@ -164,9 +169,7 @@ class HeartbeatThread:
             report_exception(self._writer)  # exit handlers may take long, and peers fail before they are done
         requested = self._writer.dump_requested
         if requested != self._writer.dump_done:
-            if self._given_with != os.environ.get("ELASTICD_HEARTBEAT", ""):  # this process has stayed for a new round
-                self._dump_to = os.environ.get("ELASTICD_FLIGHT", "")
-                self._read_environment()
+            self._update_environment()
             if self._dump_to:
                 write_flight_recording(self._dump_to, *self._given)
             self._writer.dump_done = requested
@@ -238,6 +241,7 @@ class HeartbeatThread:
 
     def _report_larger_group(self) -> None:
         """It is only said: a script may start the others itself."""
+        self._update_environment()
         size = (call_of_init_process_group() or {}).get("world_size")
         round, (rank, job_size) = self._round, self._given
         if isinstance(size, int) and all(map(str.isdecimal, (round, rank, job_size))) and size > int(job_size):
