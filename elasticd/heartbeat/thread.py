@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.collectives import (
     UNKNOWN_COUNT,
     CollectiveCounter,
@@ -39,6 +38,7 @@ from elasticd.heartbeat.exit_report import report_exception
 from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP_BARRIER, MAX_GROUPS, STACKS_SIGNAL, HeartbeatWriter, Phase
 from elasticd.heartbeat.recorders import GroupCountReader, flight_recorder_dump
+from elasticd.heartbeat.worker_events import WorkerEventWriter
 
 PERIOD_S = 0.1
 """The agent reads every 0.25 s; a tick costs the training thread 40 to 160 µs (benchmarks/heartbeat.py), nearly all of
@@ -245,7 +245,7 @@ class HeartbeatThread:
         size = (call_of_init_process_group() or {}).get("world_size")
         round, (rank, job_size) = self._round, self._given
         if isinstance(size, int) and all(map(str.isdecimal, (round, rank, job_size))) and size > int(job_size):
-            worker_events.from_environment(int(round), int(rank)).write(
+            WorkerEventWriter(os.environ.get("ELASTICD_WORKER_EVENTS"), int(round), int(rank)).write(
                 "message",
                 f"rank {rank} waits in init_process_group(world_size={size}), and the job has {job_size} ranks: unless "
                 "the script starts the others, give it the variable WORLD_SIZE, or no world_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections import defaultdict
@@ -128,7 +129,8 @@ def test_next_round_resumes_from_memory_although_all_workers_die(job: StartJob, 
     run.event("group_ended", round=1)
     os.kill(writer, signal.SIGCONT)
     resumed = run.event("resumed", round=2)
-    assert (resumed["step"], resumed["reason"]) == (10, "resumed from step 10 of round 1, in memory")
+    assert resumed["step"] == 10
+    assert re.fullmatch(r"resumed from step 10 of round 1, in memory(; steps? 11 .* trained again)?", resumed["reason"])
     assert run.event("checkpoint_saved", round=1)["step"] == 10
     assert run.event("checkpoint_saved", round=2)["step"] > 10
     assert run.events("checkpoint_failed") == []
