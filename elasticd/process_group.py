@@ -118,15 +118,19 @@ def _meet_under(prefix: str, timeout: timedelta | None) -> tuple[Any, int, int]:
     from torch.distributed.distributed_c10d import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
 
+    timeout = timeout or default_pg_timeout
+    deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
-        if rank == 0:
-            store.set(f"{prefix}/serves", "")
         try:
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            if rank == 0:
+                store.set(f"{prefix}/serves", "")
             store.wait([f"{prefix}/serves"])
-        except DistNetworkError:  # rank 0 has served the store of the group before, and ends that now
-            continue
-        return PrefixStore(prefix, store), rank, world_size
+        except DistNetworkError:  # rank 0 ends the store of the group before, in which another rank was or connects
+            if os.environ["RANK"] == "0" or time.monotonic() > deadline:
+                raise
+        else:
+            return PrefixStore(prefix, store), rank, world_size
 
 
 def leave(group: DefaultGroup) -> None:

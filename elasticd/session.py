@@ -9,6 +9,7 @@ reads checkpoints, coordination/ makes ranks agree and meet; this module puts th
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import os
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import types
+import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -74,6 +76,8 @@ _NEW, _STAYS = b"new", b"stays"
 """The word of each rank about its process, at the beginning of a round."""
 _trained_directories: set[Path] = set()
 """Those of all sessions of this process."""
+_closed_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Sessions of this process that are closed and not yet freed. Each is part of a reference cycle."""
 _PHASES = {each.name.lower(): each for each in (Phase.STARTING, Phase.CHECKPOINT, Phase.EVAL)}
 
 
@@ -105,6 +109,8 @@ def init(*, timeout: timedelta | None = None, decision_timeout: float | timedelt
             )
         frame = frame.f_back
     decision_s = None if decision_timeout is None else timeout_seconds(decision_timeout, "init(decision_timeout=...)")
+    if _closed_sessions:
+        gc.collect()  # frees what was attached to those that the script has dropped, and their connections
     environment = process_group.read_environment()
     is_newcomer = newcomer.is_newcomer()
     group = newcomer.join(environment) if is_newcomer else process_group.join(environment, timeout)
@@ -872,6 +878,7 @@ class Session:
         if not self._closed and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._channel.leave()
         self._closed = True
+        _closed_sessions.add(self)
         process_group.leave(self._group)
 
     def __enter__(self) -> Session:

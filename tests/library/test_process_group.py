@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd import process_group
+from tests.library.conftest import free_port
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda", 3), torch.device("cpu")])
@@ -74,3 +79,36 @@ def test_runs_of_torchruns_default_id_are_different_runs() -> None:
     ]
     (one, again), (other, _) = (done.stdout.split() for done in runs)
     assert one == again != other
+
+
+def test_rank_connects_again_where_the_store_before_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 ends its store while another rank connects to it, for the next session."""
+    ending = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=False)
+    port, later = free_port(), []
+    listener = socket.create_server(("127.0.0.1", port))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def serve() -> None:
+        """The first exchange by the one store, then a reset, then another store at its port."""
+        with listener, listener.accept()[0] as client, socket.create_connection(("127.0.0.1", ending.port)) as server:
+            server.sendall(client.recv(1024))
+            client.sendall(server.recv(1024))
+            client.recv(1024)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        later.append(dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False, use_libuv=False))
+        later[0].set("elasticd/group/2/serves", "")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    environment, timeout = process_group.read_environment(), timedelta(seconds=60)
+    process_group.join(environment, timeout, torch.device("cpu"))
+    assert "store" not in given
+    process_group.join(environment, timeout, torch.device("cpu"))
+    thread.join(60)
+    given.pop("store").set("key", "value")  # torch closes what is not referred to any more
+    assert (given["rank"], given["world_size"], later[0].get("elasticd/group/2/key")) == (1, 2, b"value")

@@ -51,6 +51,12 @@ def test_later_session_where_rank_0_serves_the_store(start: Any, tmp_path: Path)
     assert [seen["resumed"] for seen in job.results()] == [[0, 0, 0]] * 2
 
 
+def test_later_session_frees_what_was_attached_to_one_that_is_dropped(start: Any, tmp_path: Path) -> None:
+    """Else the models of several folds were in a device's memory at once."""
+    job = start("dropped.py", *(str(tmp_path / name) for name in "abc"))
+    assert [seen["alive"] for seen in job.results()] == [[0, 0, 0]] * 2
+
+
 def test_session_is_source_before_first_step(start: Any) -> None:
     job = start("plain.py", "0")
     job.results()
