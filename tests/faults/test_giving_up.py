@@ -13,17 +13,26 @@ from tests.faults.nodes import Nodes
 
 COLD = "${local_rank}"
 
+MEET = """
+import os, sys, time
+from pathlib import Path
+from urllib.error import URLError
+number = int(os.environ["ELASTICD_ROUND"])
+Path(os.environ["WORK"], f"here-{number}-" + os.environ["RANK"]).touch()
+while len(list(Path(os.environ["WORK"]).glob(f"here-{number}-*"))) < 2:  # on a busy machine one starts late
+    time.sleep(0.01)
+"""
 IMPORTS = "import os, time\ntime.sleep(2 + int(os.environ['RANK']))\n"  # as from a slow disk: not at the same time
 MISTAKES = {
-    "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
+    f"{MEET}import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
     f"{IMPORTS}import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
-    "print(undefined)": "NameError: name 'undefined' is not defined",
+    f"{MEET}print(undefined)": "NameError: name 'undefined' is not defined",
     "def main(:\n    pass": "SyntaxError: invalid syntax",
-    "import argparse\nargparse.ArgumentParser().parse_args(['--wrong'])": "exited with code 2",
+    f"{MEET}import argparse\nargparse.ArgumentParser().parse_args(['--wrong'])": "exited with code 2",
 }
 
 
-@pytest.mark.parametrize("source", MISTAKES)
+@pytest.mark.parametrize("source", MISTAKES, ids=["module", "slow imports", "name", "syntax", "arguments"])
 def test_user_error_is_not_restarted(job: StartJob, tmp_path: Path, source: str) -> None:
     """A mistake of the script is shown and not tried again."""
     script = tmp_path / "mistake.py"
@@ -39,13 +48,6 @@ def test_user_error_is_not_restarted(job: StartJob, tmp_path: Path, source: str)
 
 
 ATTEMPT = """
-import os, sys, time
-from pathlib import Path
-from urllib.error import URLError
-number = int(os.environ["ELASTICD_ROUND"])
-Path(os.environ["WORK"], f"here-{{number}}-" + os.environ["RANK"]).touch()
-while len(list(Path(os.environ["WORK"]).glob(f"here-{{number}}-*"))) < 2:  # on a busy machine one starts late
-    time.sleep(0.01)
 if number <= int(sys.argv[2]):
     raise {error}
 """
@@ -78,7 +80,7 @@ def test_error_of_all_ranks_before_the_first_step(
 ) -> None:
     """In the first `failing` rounds all ranks raise it."""
     script = tmp_path / "attempt.py"
-    script.write_text(ATTEMPT.format(error=error))
+    script.write_text(MEET + ATTEMPT.format(error=error))
     run = job(script, COLD, str(failing), flags=flags)
     assert run.wait() == code
     ended = run.event("job_ended", restarts=restarts)

@@ -81,7 +81,7 @@ def test_writer_that_dies_during_a_copy_costs_that_save_only(
     start: Any, nodes: list[Node], tmp_path: Path, is_unread: bool, why: str
 ) -> None:
     (node, *_) = nodes
-    options = {"directory": str(tmp_path / "shared"), "steps": 9, "every": 3, "sleep": 0.1}
+    options = {"directory": str(tmp_path / "shared"), "steps": 9, "every": 3, "sleep": 0.6}
     job = start_on(start, [node], {**options, "writer dies": [node.process.pid, 6, is_unread]}, 1, ranks=2)
     assert node.process.wait(60) == -signal.SIGKILL
     node.start()
