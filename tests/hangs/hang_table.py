@@ -21,7 +21,7 @@ COLUMNS: dict[str, tuple[str, type]] = {
     "slot": ("slot", int),
     "phase": ("phase", str),
     "step": ("step", int),
-    "stepped": ("in_session", bool),
+    "stepped": ("called_step", bool),
     "issued": ("collectives", int),
     "usual": ("usual", int),
     "barrier": ("barrier", str),

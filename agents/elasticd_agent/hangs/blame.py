@@ -347,7 +347,7 @@ def _skipped_session_call(group: _StalledRanks) -> Blame | None:
     most = max(rank.report.collectives for rank in waiting)
     step = min(rank.report.step for rank in waiting)
     beyond = [rank for rank in group.live if rank.report.where == "collective" and rank.report.collectives > most]
-    stepless = [rank for rank in beyond if not rank.report.in_session and waiting[0].report.in_session]
+    stepless = [rank for rank in beyond if not rank.report.called_step and waiting[0].report.called_step]
     gone = stepless or [*group.exited, *(rank for rank in beyond if rank.report.step >= step)]
     culprits = [rank for rank in gone if rank.report.rank in missing]
     if not culprits:

@@ -304,7 +304,7 @@ class GroupObserver:
             slot,
             phase=beat.phase.name.lower(),
             step=beat.step,
-            in_session=beat.source == StepSource.SESSION and beat.first_step_ns > 0,
+            called_step=beat.source == StepSource.SESSION and beat.first_step_ns > 0,
             # The thread that counts them may have been stopped before, or not get the GIL.
             # Of an exited rank only the last tick counts, which comes after the exit handlers, and not after os._exit.
             collectives=_collectives_at_exit(beat) if exited else max(beat.collectives, beat.collectives_at_step),

@@ -70,7 +70,7 @@ class RankReport(Record):
     nccl_groups: tuple[tuple[int, int, int], ...] = ()
     device_s: float = -1.0  #: since `nccl_groups` last changed; -1: unknown
     waiting_s: float = 0.0  #: for how long that thread has seen it wait for other ranks, without a break
-    in_session: bool = False  #: it has called its session's `step()`, which counts the steps of the job
+    called_step: bool = False  #: it has called its session's `step()`, which counts the steps of the job
     # from /proc
     state: str = ""  #: "R", "S", "D", "T", "t" (traced), "Z", "X" (exiting); "" unknown
     stopped_s: float = 0.0  #: for how long it has been "T"
