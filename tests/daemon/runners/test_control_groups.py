@@ -56,7 +56,7 @@ def guest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_job_beyond_its_memory_is_killed_alone(guest: dict[str, Any]) -> None:
     assert guest["memory"]["outcome"] == "failed"
     assert "SIGKILL" in guest["memory"]["reason"]
-    assert 50_000_000 < guest["memory"]["taken"] < 150_000_000
+    assert 20_000_000 < guest["memory"]["taken"] < 150_000_000  # the rest of 150 MB are its runner and interpreters
     assert guest["exit"] == 0, "the agent lives"
 
 
